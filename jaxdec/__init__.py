@@ -1,0 +1,1 @@
+"""jaxdec: every decoding strategy that matters for one request, chosen on evidence."""

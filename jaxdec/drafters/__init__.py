@@ -1,0 +1,1 @@
+"""What proposes: one file per method, each `init`, `extend` and `propose`."""

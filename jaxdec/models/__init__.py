@@ -1,0 +1,1 @@
+"""Target models: one decoder with static switches, as pure functions."""

@@ -1,0 +1,80 @@
+"""What a decoder is: the static facts of a model, one frozen record for every family.
+
+The switches are those of section 1 of the Hugging Face modelling files of the Llama,
+Qwen, Gemma and GPT-2 families; a loader fills them from ``config.json`` or from GGUF
+metadata, and an option it does not understand is an error, never a default.
+"""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding of one group of layers.
+
+    Half-rotation (NeoX) order throughout: dimension i pairs with i + D/2.
+    """
+
+    theta: float = 10000.0
+    kind: Literal["default", "linear", "llama3", "yarn", "factors"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    factors: tuple[float, ...] = ()
+    """Per-frequency divisors (GGUF's ``rope_freqs``), for ``kind="factors"``."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """Mixture of experts in place of the dense MLP (Qwen3-MoE style routing)."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    layers: tuple[int, ...]
+    """Indices of the layers that are mixtures."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A causal decoder. Hashable, so it can be closed over by a compiled program."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    norm_eps: float = 1e-6
+    norm: Literal["rms", "layer"] = "rms"
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu"] = "silu"
+    gated_mlp: bool = True
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sandwich_norms: bool = False
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    """None is head_dim ** -0.5."""
+    learned_positions: bool = False
+    ropes: tuple[RopeConfig, ...] = (RopeConfig(),)
+    layer_rope: tuple[int, ...] = ()
+    """Per layer, an index into `ropes`; empty is 0 for all."""
+    layer_windows: tuple[int | None, ...] = ()
+    """Per layer, the sliding window (keys, own token counted); empty: none."""
+    logit_softcap: float | None = None
+    moe: MoeConfig | None = None

@@ -1,0 +1,349 @@
+"""The nouns of the library: what flows between target, drafter and engine.
+
+Every decoding strategy is the same step: a drafter *proposes* a draft, the target
+*scores* it in one forward, an acceptance rule *accepts* a prefix (or tree path) of it,
+and the step *commits* that path. Autoregressive decoding is the step whose draft is
+empty; greedy decoding is temperature zero.
+
+Pytrees are frozen, and every leaf leads with the batch axis B, so that inserting a
+request into a slot is one tree map. Records of functions are named tuples; they are
+static, never leaves.
+
+Shape letters used everywhere: B batch, P prompt, L token buffer, S cache slots,
+T tokens in this forward, K draft tokens, V vocabulary, F features, E model width,
+N layers, H query heads, G key/value heads, D head width, M list buckets.
+"""
+
+import enum
+import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+Params = Any
+"""A pytree of arrays: plain, no Flax variables."""
+
+
+@typing.dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(struct.field,)
+)
+def pytree(cls):
+    """Makes a frozen, keyword-only dataclass whose fields are JAX leaves.
+
+    Shapes in its annotations are documentation: vmap, scan and eval_shape rebuild such
+    classes with stacked or abstract leaves, so jaxtyping's checks are switched off for
+    the class (functions stay checked).
+    """
+    return typing.no_type_check(struct.dataclass(cls, kw_only=True))
+
+
+class FinishReason(enum.IntEnum):
+    """Why a row stopped; a value on device, a lower-case name for people."""
+
+    NONE = 0
+    """Still running."""
+    STOP_TOKEN = 1
+    """A stop token was emitted (it is kept as the last token)."""
+    STOP_STRING = 2
+    """A stop string appeared in the text (set by the host between segments)."""
+    LENGTH = 3
+    """max_new_tokens, or the room in the buffers, is used up."""
+    NONFINITE = 4
+    """The target's logits held NaN or +inf, or every token was banned."""
+    CANCELLED = 5
+    """The caller gave up on the request."""
+
+    @property
+    def label(self) -> str:
+        """The name in results and JSON, for example ``stop_token``."""
+        return self.name.lower()
+
+
+@pytree
+class SamplingParams:
+    """What a request asks of the sampling distribution; every leaf is per row.
+
+    The order in which they act is fixed in `jaxdec.sampling`. The "off" value of each is
+    the one that changes nothing, so values can change without recompiling.
+    """
+
+    temperature: Float[Array, "B"]
+    """0 is greedy: the token with the largest processed logit."""
+    top_k: Int[Array, "B"]
+    """Keep the k largest; 0, or anything from V up, keeps all."""
+    top_p: Float[Array, "B"]
+    """Keep the smallest set of most likely tokens with this mass; 1 keeps all."""
+    min_p: Float[Array, "B"]
+    """Keep tokens at least this likely relative to the likeliest; 0 keeps all."""
+    repetition_penalty: Float[Array, "B"]
+    """Divides (multiplies, if negative) logits of tokens seen in prompt or output."""
+    presence_penalty: Float[Array, "B"]
+    """Subtracted once from logits of tokens already generated; 0 is off."""
+    frequency_penalty: Float[Array, "B"]
+    """Subtracted per occurrence among generated tokens; 0 is off."""
+    no_repeat_ngram: Int[Array, "B"]
+    """Ban tokens that would repeat an n-gram of prompt and output; 0 is off."""
+    min_new_tokens: Int[Array, "B"]
+    """Stop tokens are banned until this many tokens are generated."""
+    bias_tokens: Int[Array, "B M"]
+    """Token ids whose logits get a bias; -inf bans a token."""
+    bias_values: Float[Array, "B M"]
+    num_bias: Int[Array, "B"]
+    """How many of the M entries are live."""
+
+
+@pytree
+class Request:
+    """What a caller asks for, B at a time."""
+
+    prompt: Int[Array, "B L"]
+    """Prompt tokens, left-aligned in a buffer of the strategy's capacity."""
+    prompt_length: Int[Array, "B"]
+    max_new_tokens: Int[Array, "B"]
+    max_draft_length: Int[Array, "B"]
+    """At most this many draft tokens are judged a step; 0 is plain decoding."""
+    stop_tokens: Int[Array, "B M"]
+    num_stop_tokens: Int[Array, "B"]
+    key: Key[Array, "B"]
+    """One PRNG key per request; the row index never enters."""
+    sampling: SamplingParams
+
+
+@pytree
+class Sequences:
+    """What has been said, and all that a drafter may see of the engine."""
+
+    tokens: Int[Array, "B L"]
+    """Prompt and committed tokens; entries at or past `length` are scratch."""
+    length: Int[Array, "B"]
+    prompt_length: Int[Array, "B"]
+    limit: Int[Array, "B"]
+    """The length at which the row stops."""
+    finish: Int[Array, "B"]
+    """FinishReason."""
+    max_draft_length: Int[Array, "B"]
+    stop_tokens: Int[Array, "B M"]
+    num_stop_tokens: Int[Array, "B"]
+    key: Key[Array, "B"]
+    sampling: SamplingParams
+
+
+@pytree
+class DecodeState:
+    """All that the next step needs, and nothing else."""
+
+    sequences: Sequences
+    """What has been said."""
+    cache: Any
+    """What the target remembers; one entry per token read."""
+    drafter: Any
+    """What the drafter remembers; opaque to the engine."""
+
+
+@pytree
+class Draft:
+    """A proposal: node 0 is the anchor, node i+1 is ``tokens[:, i]``.
+
+    A chain has parents 0, 1, ..., K-1, or ``parents=None``, which says so statically
+    and lets commit skip the gather. Parents precede children.
+    """
+
+    tokens: Int[Array, "B K"]
+    parents: Int[Array, "B K"] | None = None
+    length: Int[Array, "B"]
+    """Draft tokens at or past it are not judged."""
+    log_probs: Float[Array, "B K V"] | None = None
+    """The distribution each token was drawn from; None is a point mass."""
+    confidence: Float[Array, "B K"] | None = None
+    """Estimated probability that a token is accepted, given that its parent was."""
+    source: Int[Array, "B"] | None = None
+    """Which of several drafters proposed it (`first_of`)."""
+
+
+@pytree
+class Judgement:
+    """What the target says of every node, under the request's sampling parameters."""
+
+    tokens: Int[Array, "B T"]
+    """The target's own sample after each node, with the position's noise."""
+    is_finite: Bool[Array, "B T"]
+    """False where the target's logits cannot be sampled from."""
+    log_probs: Float[Array, "B T V"] | None
+    """The sampling distribution after each node; only where a rule needs it."""
+
+
+@pytree
+class Acceptance:
+    """The outcome of judging a draft."""
+
+    path: Int[Array, "B T"]
+    """Node indices, root first; the first ``num_accepted + 1`` are live."""
+    num_accepted: Int[Array, "B"]
+    """Draft tokens kept; excludes `next_token`."""
+    next_token: Int[Array, "B"]
+    """The target's token that ends the step: recovered (after a rejection) or bonus."""
+
+
+@pytree
+class Commit:
+    """What a step (or a prefill chunk) made permanent, for the drafter to learn."""
+
+    tokens: Int[Array, "B T+1"]
+    """``tokens[:, i]`` was read; ``tokens[:, i+1]`` followed it."""
+    features: Float[Array, "B T F"]
+    """The target's features at ``tokens[:, i]``."""
+    length: Int[Array, "B"]
+    """Live prefix: how many tokens were read."""
+
+
+@pytree
+class StepInfo:
+    """What happened in a step; interesting to people, never needed by the next step.
+
+    From `generate`, every leaf has a step axis after B; entries at or past the number
+    of steps run hold zeros, with ``is_live`` False.
+    """
+
+    is_live: Bool[Array, "B"]
+    """The row was running when the step began."""
+    draft_tokens: Int[Array, "B K"]
+    draft_parents: Int[Array, "B K"]
+    draft_confidence: Float[Array, "B K"]
+    """Zeros where the drafter has no confidence."""
+    draft_source: Int[Array, "B"]
+    path: Int[Array, "B T"]
+    num_drafted: Int[Array, "B"]
+    """Draft tokens that were scored by the target."""
+    num_judged: Int[Array, "B"]
+    """`num_drafted`, clipped where an accepted stop token ended the row."""
+    num_accepted: Int[Array, "B"]
+    """Draft tokens among the emitted ones."""
+    num_emitted: Int[Array, "B"]
+    """Tokens appended to the sequence: accepted drafts, then the target's token."""
+    logprobs: Float[Array, "B T"]
+    """Log-probability of each emitted token (zeros unless asked for)."""
+    top_logprobs: Float[Array, "B T n"]
+    top_tokens: Int[Array, "B T n"]
+
+
+@pytree
+class Output:
+    """What a target forward returns for T tokens a row."""
+
+    logits: Float[Array, "B T V"]
+    """Raw model output, float32."""
+    features: Float[Array, "B T F"]
+    """The taps that were asked for, concatenated in that order."""
+    hidden: Float[Array, "B T E"]
+    """The residual stream after the last layer, before the final norm."""
+    normed_hidden: Float[Array, "B T E"]
+    """`hidden` after the final norm: what the head reads."""
+
+
+@pytree
+class StrategyParams:
+    """The arrays of a strategy: the target's, and the drafter's."""
+
+    target: Any
+    drafter: Any
+
+
+@pytree
+class DrafterParams:
+    """A drafter's own weights, apart from the arrays that it shares with the target."""
+
+    own: Any
+    shared: Any
+
+
+class Cache(Protocol):
+    """Any pytree with a length and a way to make a path permanent."""
+
+    length: Int[Array, "B"]
+
+    def commit(self, path: Int[Array, "B T"] | None, num: Int[Array, "B"]) -> "Cache":
+        """Keeps the first `num` entries of `path` (tail indices; None: in order)."""
+        ...
+
+
+class ForwardFn(Protocol):
+    """Reads T tokens a row after the cache's live entries; length is unchanged."""
+
+    def __call__(
+        self,
+        params: Params,
+        cache: Any,
+        tokens: Int[Array, "B T"],
+        position: Int[Array, "B T"],
+        mask: Bool[Array, "B T T"] | None,
+    ) -> tuple[Any, Output]:
+        """Writes entry i of the tail for ``tokens[:, i]``.
+
+        ``mask[b, i, j]`` says whether tail token i may attend tail token j; None is
+        causal. Every tail token attends all live entries.
+        """
+        ...
+
+
+class Model(NamedTuple):
+    """A causal language model as two pure functions and the facts the engine needs."""
+
+    init_cache: Callable[[int, int], Any]
+    """``(batch_size, capacity) -> Cache``; capacity in tokens."""
+    forward: ForwardFn
+    vocab_size: int
+    max_positions: int
+    """Longest sequence (prompt and output) that the model can read."""
+    num_features: int
+    """Width F of ``Output.features``: width of all taps together."""
+
+
+class Drafter(NamedTuple):
+    """What proposes. ``max_length`` is K; ``taps`` says what the target must return."""
+
+    name: str
+    max_length: int
+    taps: tuple[int, ...]
+    init: Callable[[int, int], Any]
+    """``(batch_size, capacity) -> drafter state``."""
+    extend: Callable[[Params, Any, Commit], Any]
+    """Learns what became permanent; takes any T and empty rows."""
+    propose: Callable[[Params, Any, Sequences], tuple[Any, Draft]]
+    """Drafts from the committed tokens; may dirty its tail, never its length."""
+
+
+class AcceptFn(NamedTuple):
+    """An acceptance rule: a name, what it needs, and the rule for one sequence."""
+
+    name: str
+    needs_log_probs: bool
+    """Whether it reads the distributions of target and draft."""
+    accept: Callable[[Sequences, Draft, Judgement], Acceptance]
+    """Written for one sequence (leaves without B); the step vmaps it."""
+
+
+class Strategy(NamedTuple):
+    """A way of decoding: two pure functions, and what a caller must know of them."""
+
+    prefill: Callable[[StrategyParams, Request], DecodeState]
+    step: Callable[[StrategyParams, DecodeState], tuple[DecodeState, StepInfo]]
+    capacity: int
+    """Slots per row; prompt + max_new_tokens + `headroom` must fit."""
+    headroom: int
+    """Slots past the limit that a step may write as scratch."""
+    max_length: int
+    """K: draft tokens a step at most."""
+
+
+LogitsProcessor = Callable[
+    [Int[Array, "L"], Int[Array, ""], Float[Array, "V"]], Float[Array, "V"]
+]
+"""A custom pure ``(tokens, length, logits) -> logits`` for one sequence."""
+
+
+def batch_size(tree: Any) -> int:
+    """The size of the leading axis that every leaf of a state has."""
+    return jax.tree.leaves(tree)[0].shape[0]
