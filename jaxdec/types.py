@@ -66,8 +66,8 @@ class FinishReason(enum.IntEnum):
 class SamplingParams:
     """What a request asks of the sampling distribution; every leaf is per row.
 
-    The order in which they act is fixed in `jaxdec.sampling`. The "off" value of each is
-    the one that changes nothing, so values can change without recompiling.
+    The order in which they act is fixed in `jaxdec.sampling`. The "off" value of each
+    changes nothing, so values can change without recompiling.
     """
 
     temperature: Float[Array, "B"]
@@ -227,6 +227,8 @@ class StepInfo:
     """Log-probability of each emitted token (zeros unless asked for)."""
     top_logprobs: Float[Array, "B T n"]
     top_tokens: Int[Array, "B T n"]
+    observed: Any = ()
+    """What the strategy's `observe` function returned; for certificates."""
 
 
 @pytree
@@ -299,6 +301,9 @@ class Model(NamedTuple):
     """Longest sequence (prompt and output) that the model can read."""
     num_features: int
     """Width F of ``Output.features``: width of all taps together."""
+    min_rows: int = 1
+    """Forwards of fewer rows (B x T) are padded to this many; they write as many
+    scratch entries."""
 
 
 class Drafter(NamedTuple):

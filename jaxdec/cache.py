@@ -1,0 +1,111 @@
+"""The KV cache: what a decoder remembers, one entry per token read.
+
+A cache is storage plus one number per row. Entries below `length` are live; entries at
+or past it are scratch, written freely and never read ("length is the only truth"). A
+forward writes its T new entries at ``length + arange(T)``, the *tail*, and leaves
+`length` alone; `commit` makes a path through that tail permanent by moving it to the
+front of the tail and adding to `length`. A rejected draft therefore needs no undo: the
+next forward writes over it, and the state before the step is still a valid state.
+
+Storage is one array per layer, laid out ``[B, G, S, D]`` so that a key/value head is one
+contiguous matrix. It is never stacked over layers: slicing a stack copies it on CPU.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxdec.types import pytree
+
+BLOCK = 256
+"""Slots that attention reads at a time; capacities are multiples of it."""
+
+
+def round_capacity(capacity: int) -> int:
+    """The smallest multiple of `BLOCK` that holds `capacity` slots.
+
+    >>> round_capacity(1), round_capacity(256), round_capacity(257)
+    (256, 256, 512)
+    """
+    return -(-capacity // BLOCK) * BLOCK
+
+
+@pytree
+class KVCache:
+    """Keys and values of every layer, and how many entries of each row are live."""
+
+    keys: tuple[Float[Array, "B G S D"], ...]
+    values: tuple[Float[Array, "B G S D"], ...]
+    length: Int[Array, "B"]
+
+    def commit(self, path: Int[Array, "B T"] | None, num: Int[Array, "B"]) -> "KVCache":
+        """Makes the first `num` tail entries of `path` permanent.
+
+        Args:
+            path: tail indices, root first, in increasing order; None says that the path
+                is 0, 1, 2, ... (a chain), which needs no move.
+            num: entries to keep per row; 0 keeps none.
+        """
+        keys, values = self.keys, self.values
+        if path is not None:
+            keys = tuple(_compact(k, path, self.length) for k in keys)
+            values = tuple(_compact(v, path, self.length) for v in values)
+        return KVCache(keys=keys, values=values, length=self.length + num)
+
+
+def init_kv_cache(
+    batch_size: int,
+    capacity: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: jnp.dtype = jnp.float32,
+) -> KVCache:
+    """An empty cache with `capacity` slots a row, rounded up to whole blocks."""
+    shape = (batch_size, num_kv_heads, round_capacity(capacity), head_dim)
+    return KVCache(
+        keys=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
+        values=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
+        length=jnp.zeros((batch_size,), jnp.int32),
+    )
+
+
+def write_tail(
+    buffer: Float[Array, "B G S D"],
+    rows: Float[Array, "B G T D"],
+    length: Int[Array, "B"],
+) -> Float[Array, "B G S D"]:
+    """Writes T entries a row at slots ``length .. length + T - 1``.
+
+    One in-place slice update a row, not a scatter: XLA expands a scatter on CPU into a
+    loop over single elements. The caller guarantees room (an update past the end would
+    be clamped silently); the engine does so by its `headroom`.
+    """
+    zero = jnp.int32(0)
+    rows = rows.astype(buffer.dtype)
+    for row in range(buffer.shape[0]):
+        start = (jnp.int32(row), zero, length[row], zero)
+        buffer = jax.lax.dynamic_update_slice(buffer, rows[row : row + 1], start)
+    return buffer
+
+
+def read_tail(
+    buffer: Float[Array, "B G S D"], length: Int[Array, "B"], num: int
+) -> Float[Array, "B G num D"]:
+    """The `num` entries a row that start at `length`."""
+    _, heads, _, width = buffer.shape
+    zero = jnp.int32(0)
+    rows = [
+        jax.lax.dynamic_slice(
+            buffer, (jnp.int32(row), zero, length[row], zero), (1, heads, num, width)
+        )
+        for row in range(buffer.shape[0])
+    ]
+    return jnp.concatenate(rows, axis=0)
+
+
+def _compact(buffer, path, length):
+    """Moves the tail entries of `path` to the front of the tail."""
+    tail = read_tail(buffer, length, path.shape[1])
+    moved = jnp.take_along_axis(tail, path[:, None, :, None], axis=2)
+    return write_tail(buffer, moved, length)

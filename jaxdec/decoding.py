@@ -1,0 +1,380 @@
+"""The engine: propose, score once, accept, commit; a whole generation as one program.
+
+Every strategy is the same step. A drafter proposes; the anchor (the last committed
+token, said but not yet read) goes in front of the draft; the target reads both in one
+forward; the one definition of the sampling distribution (`jaxdec.sampling`) turns its
+logits into a judgement; an acceptance rule keeps a path; stop tokens and budget cut it;
+and what is left is committed to tokens, cache and drafter. Autoregressive decoding is
+the step whose draft is empty, so there is no separate path for it, nor for greedy.
+
+Invariants: the cache is one behind (``cache.length == sequences.length - 1``); length is
+the only truth; drafts are suggestions; rows are strangers; nothing is spent; one shape
+in and out.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxdec import acceptance, sampling
+from jaxdec.drafters.none import none
+from jaxdec.types import (
+    AcceptFn,
+    Commit,
+    DecodeState,
+    Draft,
+    Drafter,
+    FinishReason,
+    LogitsProcessor,
+    Model,
+    Request,
+    Sequences,
+    StepInfo,
+    Strategy,
+    StrategyParams,
+)
+
+PREFILL_CHUNK = 64
+"""Prompt tokens read per forward: enough rows to be bound by compute."""
+
+
+def speculative(
+    model: Model,
+    drafter: Drafter,
+    accept: AcceptFn = acceptance.match,
+    *,
+    capacity: int,
+    processor: LogitsProcessor | None = None,
+    num_logprobs: int | None = None,
+    prefill_chunk: int = PREFILL_CHUNK,
+    observe: Callable[..., Any] | None = None,
+) -> Strategy:
+    """Builds the strategy that drafts with `drafter` and judges with `accept`.
+
+    Args:
+        model: the target, whose law is preserved.
+        drafter: what proposes, at most ``drafter.max_length`` tokens a step.
+        accept: the acceptance rule.
+        capacity: slots a row, for prompt, output and ``Strategy.headroom``.
+        processor: custom pure ``(tokens, length, logits) -> logits``.
+        num_logprobs: None for no log-probabilities; n for those of the emitted tokens
+            and of the n likeliest at each place.
+        prefill_chunk: prompt tokens read per forward.
+        observe: pure ``(sequences, nodes, output, judgement, acceptance) -> pytree``
+            whose leaves lead with B; its results come back in ``StepInfo.observed``.
+
+    Returns:
+        `Strategy`: its `prefill` leaves the last prompt token to the first step, so it
+        samples nothing; its `step` is pure, and the state it was given stays valid.
+
+    Raises:
+        ValueError: no room for a prompt in `capacity`.
+    """
+    max_length = drafter.max_length
+    num_nodes = max_length + 1
+    headroom = max(num_nodes, model.min_rows, prefill_chunk)
+    if capacity <= headroom:
+        raise ValueError(
+            f"capacity {capacity} leaves no room beside the {headroom} slots that a "
+            "step may write past the limit; give a larger capacity"
+        )
+
+    def prefill(params: StrategyParams, request: Request) -> DecodeState:
+        """Reads all but the last prompt token, in chunks, and tells the drafter."""
+        sequences = _begin(request, capacity)
+        batch = request.prompt.shape[0]
+        to_read = sequences.length - 1
+        padded = jnp.pad(sequences.tokens, ((0, 0), (0, prefill_chunk + 1)))
+        num_chunks = (jnp.max(to_read) + prefill_chunk - 1) // prefill_chunk
+        offset = jnp.arange(prefill_chunk, dtype=jnp.int32)
+
+        def chunk(i, carry):
+            cache, drafter_state = carry
+            start = i.astype(jnp.int32) * prefill_chunk
+            tokens = jax.lax.dynamic_slice_in_dim(
+                padded, start, prefill_chunk + 1, axis=1
+            )
+            live = jnp.clip(to_read - start, 0, prefill_chunk)
+            position = jnp.broadcast_to(start + offset, (batch, prefill_chunk))
+            cache, output = model.forward(
+                params.target, cache, tokens[:, :-1], position, None
+            )
+            cache = cache.commit(None, live)
+            commit = Commit(tokens=tokens, features=output.features, length=live)
+            return cache, drafter.extend(params.drafter, drafter_state, commit)
+
+        carry = (model.init_cache(batch, capacity), drafter.init(batch, capacity))
+        cache, drafter_state = jax.lax.fori_loop(0, num_chunks, chunk, carry)
+        return DecodeState(sequences=sequences, cache=cache, drafter=drafter_state)
+
+    def step(
+        params: StrategyParams, state: DecodeState
+    ) -> tuple[DecodeState, StepInfo]:
+        """One round: at least one token and at most K + 1 for every running row."""
+        sequences = state.sequences
+        drafter_state, draft = drafter.propose(params.drafter, state.drafter, sequences)
+        draft = draft.replace(length=_allowed(sequences, draft))
+        nodes = sampling.draft_nodes(_anchor(sequences), draft)
+        tokens = nodes.tokens
+        # None says "causal": no mask is built, and commit has nothing to move.
+        mask = None if draft.parents is None else nodes.ancestors
+        position = (sequences.length - 1)[:, None] + nodes.depth
+        cache, output = model.forward(
+            params.target, state.cache, tokens, position, mask
+        )
+        judgement = sampling.judge(
+            sequences,
+            nodes,
+            output.logits,
+            processor=processor,
+            with_log_probs=accept.needs_log_probs,
+        )
+        accepted = jax.vmap(accept.accept)(sequences, draft, judgement)
+        emitted = _emitted(draft, tokens, accepted)
+        count, finish, stop_count = _cut(sequences, judgement, accepted, emitted)
+        path = None if draft.parents is None else accepted.path
+        commit = Commit(
+            tokens=jnp.concatenate([tokens[:, :1], emitted], axis=1),
+            features=_along(output.features, path),
+            length=count,
+        )
+        info = StepInfo(
+            is_live=sequences.finish == FinishReason.NONE,
+            **_draft_info(draft),
+            **_counts(draft, nodes, accepted, count, stop_count),
+            path=accepted.path,
+            **_logprobs(output.logits, path, emitted, num_logprobs),
+            observed=()
+            if observe is None
+            else observe(sequences, nodes, output, judgement, accepted),
+        )
+        state = DecodeState(
+            sequences=_append(sequences, emitted, count, finish),
+            cache=cache.commit(path, count),
+            drafter=drafter.extend(params.drafter, drafter_state, commit),
+        )
+        return state, info
+
+    return Strategy(
+        prefill=prefill,
+        step=step,
+        capacity=capacity,
+        headroom=headroom,
+        max_length=max_length,
+    )
+
+
+def autoregressive(model: Model, **kwargs) -> Strategy:
+    """Plain decoding: the speculative step whose draft is empty."""
+    return speculative(model, none(), **kwargs)
+
+
+def generate(
+    strategy: Strategy,
+    params: StrategyParams,
+    state: DecodeState,
+    max_steps: Int[Array, ""],
+    *,
+    num_slots: int,
+) -> tuple[DecodeState, StepInfo, Int[Array, ""]]:
+    """Steps until every row has finished, or `max_steps` times.
+
+    Args:
+        strategy: what to run.
+        params: its arrays.
+        state: from `prefill`, or from an earlier call (a segment).
+        max_steps: how many steps at most; a value, so changing it compiles nothing.
+        num_slots: room for records of steps; `max_steps` must not exceed it.
+
+    Returns:
+        The state, `StepInfo` with a step axis of `num_slots` after B, and the number of
+        steps run.
+    """
+    _, info = jax.eval_shape(strategy.step, params, state)
+    records = jax.tree.map(
+        lambda x: jnp.zeros((x.shape[0], num_slots, *x.shape[1:]), x.dtype), info
+    )
+    last = jnp.minimum(jnp.asarray(max_steps, jnp.int32), jnp.int32(num_slots))
+
+    def unfinished(carry):
+        state, _, index = carry
+        running = jnp.any(state.sequences.finish == FinishReason.NONE)
+        return running & (index < last)
+
+    def body(carry):
+        state, records, index = carry
+        state, info = strategy.step(params, state)
+        records = jax.tree.map(
+            lambda buffer, x: jax.lax.dynamic_update_slice_in_dim(
+                buffer, x[:, None], index, axis=1
+            ),
+            records,
+            info,
+        )
+        return state, records, index + 1
+
+    return jax.lax.while_loop(unfinished, body, (state, records, jnp.int32(0)))
+
+
+class Programs(NamedTuple):
+    """The two jitted programs of a strategy; `generate` donates the state it is given.
+
+    ``prefill(params, request)`` and ``generate(params, state, max_steps)``.
+    """
+
+    prefill: Any
+    generate: Any
+
+
+def jit_programs(strategy: Strategy, num_slots: int) -> Programs:
+    """Jits prefill and the whole loop. Only the engine's own state is donated."""
+
+    def loop(params, state, max_steps):
+        return generate(strategy, params, state, max_steps, num_slots=num_slots)
+
+    return Programs(
+        prefill=jax.jit(strategy.prefill),
+        generate=jax.jit(loop, donate_argnums=(1,)),
+    )
+
+
+# --- parts of prefill and step ---------------------------------------------------------
+
+
+def _begin(request: Request, capacity: int) -> Sequences:
+    """Sequences that hold the prompts; a row with nothing to generate is finished."""
+    length = request.prompt_length
+    limit = length + request.max_new_tokens
+    room = capacity - request.prompt.shape[1]
+    finish = jnp.where(limit > length, FinishReason.NONE, FinishReason.LENGTH)
+    return Sequences(
+        tokens=jnp.pad(request.prompt, ((0, 0), (0, room))),
+        length=length,
+        prompt_length=length,
+        limit=limit,
+        finish=finish.astype(jnp.int32),
+        max_draft_length=request.max_draft_length,
+        stop_tokens=request.stop_tokens,
+        num_stop_tokens=request.num_stop_tokens,
+        key=request.key,
+        sampling=request.sampling,
+    )
+
+
+def _anchor(sequences: Sequences) -> Int[Array, "B"]:
+    """The last committed token."""
+    last = (sequences.length - 1)[:, None]
+    return jnp.take_along_axis(sequences.tokens, last, axis=1)[:, 0]
+
+
+def _allowed(sequences: Sequences, draft: Draft) -> Int[Array, "B"]:
+    """Draft tokens to judge: none for finished rows, and never past the limit.
+
+    A step always ends with a token of the target's own, so a row with r tokens left
+    takes at most r - 1 drafts.
+    """
+    room = sequences.limit - sequences.length - 1
+    most = jnp.minimum(sequences.max_draft_length, jnp.maximum(room, 0))
+    length = jnp.clip(draft.length, 0, most)
+    return jnp.where(sequences.finish == FinishReason.NONE, length, 0)
+
+
+def _emitted(draft, tokens, accepted) -> Int[Array, "B T"]:
+    """Accepted draft tokens, then the target's own; entries past that are scratch."""
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    kept = tokens if draft.parents is None else _along(tokens, accepted.path)
+    shifted = jnp.concatenate([kept[:, 1:], kept[:, -1:]], axis=1)
+    own = accepted.next_token[:, None]
+    return jnp.where(index < accepted.num_accepted[:, None], shifted, own)
+
+
+def _cut(sequences, judgement, accepted, emitted):
+    """How many emitted tokens stay, why the row ends, and up to where a stop cut it.
+
+    The first of: a stop token (kept), logits that cannot be sampled from (their token
+    is not kept), the limit.
+    """
+    num = emitted.shape[1]
+    index = jnp.arange(num, dtype=jnp.int32)[None]
+    running = sequences.finish == FinishReason.NONE
+    offered = accepted.num_accepted + 1
+
+    listed = jnp.arange(sequences.stop_tokens.shape[1], dtype=jnp.int32)[None]
+    is_listed = listed < sequences.num_stop_tokens[:, None]
+    hit = emitted[:, :, None] == sequences.stop_tokens[:, None, :]
+    is_stop = jnp.any(hit & is_listed[:, None, :], axis=2)
+    stop_count = jnp.min(jnp.where(is_stop, index + 1, num + 1), axis=1)
+
+    finite = _along(judgement.is_finite, accepted.path)
+    finite_count = jnp.min(jnp.where(finite, num, index), axis=1)
+
+    count = jnp.minimum(jnp.minimum(offered, stop_count), finite_count)
+    count = jnp.where(running, count, 0)
+    stopped = running & (stop_count <= count)
+    broken = running & (finite_count < offered) & ~stopped
+    full = running & (sequences.length + count >= sequences.limit)
+    finish = jnp.where(full, jnp.int32(FinishReason.LENGTH), sequences.finish)
+    finish = jnp.where(broken, jnp.int32(FinishReason.NONFINITE), finish)
+    finish = jnp.where(stopped, jnp.int32(FinishReason.STOP_TOKEN), finish)
+    return count, finish, jnp.where(stopped, stop_count, num + 1)
+
+
+def _append(sequences, emitted, count, finish) -> Sequences:
+    """Writes the emitted tokens; what lies past `count` is scratch."""
+    tokens = sequences.tokens
+    for row in range(tokens.shape[0]):
+        start = (jnp.int32(row), sequences.length[row])
+        tokens = jax.lax.dynamic_update_slice(tokens, emitted[row : row + 1], start)
+    return sequences.replace(
+        tokens=tokens, length=sequences.length + count, finish=finish
+    )
+
+
+def _along(x, path):
+    """Entries of x along a path of nodes (None: as they are)."""
+    if path is None:
+        return x
+    index = path.reshape(path.shape + (1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1)
+
+
+def _draft_info(draft: Draft) -> dict:
+    batch, num = draft.tokens.shape
+    chain = jnp.broadcast_to(jnp.arange(num, dtype=jnp.int32), (batch, num))
+    nothing = jnp.zeros((batch, num), jnp.float32)
+    return {
+        "draft_tokens": draft.tokens,
+        "draft_parents": chain if draft.parents is None else draft.parents,
+        "draft_confidence": nothing if draft.confidence is None else draft.confidence,
+        "draft_source": jnp.zeros((batch,), jnp.int32)
+        if draft.source is None
+        else draft.source,
+    }
+
+
+def _counts(draft, nodes, accepted, count, stop_count) -> dict:
+    """Accounting of one step, once, for everything that reports it."""
+    index = jnp.arange(nodes.depth.shape[1], dtype=jnp.int32)[None]
+    judged = jnp.where(index <= draft.length[:, None], nodes.depth, 0)
+    return {
+        "num_drafted": draft.length,
+        # A tree is judged along one path: what counts is how deep it went.
+        "num_judged": jnp.minimum(jnp.max(judged, axis=1), stop_count),
+        "num_accepted": jnp.minimum(accepted.num_accepted, count),
+        "num_emitted": count,
+    }
+
+
+def _logprobs(logits, path, emitted, num: int | None) -> dict:
+    if num is None:
+        batch, nodes = emitted.shape
+        return {
+            "logprobs": jnp.zeros((batch, nodes), jnp.float32),
+            "top_logprobs": jnp.zeros((batch, nodes, 0), jnp.float32),
+            "top_tokens": jnp.zeros((batch, nodes, 0), jnp.int32),
+        }
+    own, top, ids = sampling.token_logprobs(_along(logits, path), emitted, num)
+    return {"logprobs": own, "top_logprobs": top, "top_tokens": ids}

@@ -1,0 +1,127 @@
+"""Attention over the live part of a cache, in blocks, in one program.
+
+Reading the whole allocation would make a large capacity slow from the first token. So
+keys and values are read `BLOCK` slots at a time, up to the longest live row, with a
+dynamic trip count and a running softmax (Milakov & Gimelshein, arXiv 1805.02867). A
+block that is wholly masked for a row leaves that row's sums bit for bit unchanged, so
+the trip count, and with it the neighbours in the batch, never show in the numbers.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxdec.cache import BLOCK
+
+# Finite, so that a row whose blocks so far are all masked does not turn into NaN; the
+# first visible key rescales what it summed by exp(-1e30 - m) = 0.
+_MASKED = -1e30
+
+
+def visible_slots(
+    first_slot: Int[Array, ""],
+    length: Int[Array, "B"],
+    position: Int[Array, "B T"],
+    mask: Bool[Array, "B T T"] | None,
+    window: int | None,
+) -> Bool[Array, "B T block"]:
+    """Which of the `BLOCK` slots from `first_slot` each new token may attend.
+
+    A live slot holds the token of its own position. A tail slot holds a token of this
+    forward: visible by `mask`, or, when that is None, if it is not a later one.
+    """
+    num = position.shape[1]
+    slot = first_slot + jnp.arange(BLOCK, dtype=jnp.int32)
+    tail = slot[None, :] - length[:, None]
+    index = jnp.arange(num, dtype=jnp.int32)
+    if mask is None:
+        visible = tail[:, None, :] <= index[None, :, None]
+        slot_position = jnp.broadcast_to(slot[None, :], tail.shape)
+    else:
+        # A comparison with every tail index, not a gather: T is small, and XLA fuses
+        # it with what follows.
+        hit = tail[:, None, :] == index[None, :, None]
+        among = jnp.any(mask[:, :, :, None] & hit[:, None, :, :], axis=2)
+        visible = (tail < 0)[:, None, :] | among
+        depth = jnp.sum(jnp.where(hit, position[:, :, None], jnp.int32(0)), axis=1)
+        slot_position = jnp.where(tail < 0, slot[None, :], depth)
+    if window is not None:
+        distance = position[:, :, None] - slot_position[:, None, :]
+        visible = visible & (distance < window)
+    return visible
+
+
+def attend(
+    query: Float[Array, "B T H D"],
+    keys: Float[Array, "B G S D"],
+    values: Float[Array, "B G S D"],
+    length: Int[Array, "B"],
+    position: Int[Array, "B T"],
+    mask: Bool[Array, "B T T"] | None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "B T H D"]:
+    """Attends every live entry and the allowed tail entries; softmax in float32.
+
+    The tail of this forward must already be written at ``length .. length + T - 1``.
+    """
+    batch, num, heads, width = query.shape
+    groups = keys.shape[1]
+    per_group = heads // groups
+    rows = per_group * num
+    query = (query * jnp.float32(scale)).astype(keys.dtype)
+    query = query.reshape(batch, num, groups, per_group, width)
+    query = query.transpose(0, 2, 3, 1, 4).reshape(batch, groups, rows, width)
+    zero = jnp.int32(0)
+
+    def block(first, carry):
+        """One round of the running softmax."""
+        highest, total, weighted = carry
+        size = (batch, groups, BLOCK, width)
+        key = jax.lax.dynamic_slice(keys, (zero, zero, first, zero), size)
+        value = jax.lax.dynamic_slice(values, (zero, zero, first, zero), size)
+        scores = jnp.einsum(
+            "bgrd,bgsd->bgrs", query, key, preferred_element_type=jnp.float32
+        )
+        if softcap is not None:
+            scores = jnp.tanh(scores / softcap) * softcap
+        visible = visible_slots(first, length, position, mask, window)
+        visible = jnp.broadcast_to(
+            visible[:, None, None, :, :], (batch, groups, per_group, num, BLOCK)
+        ).reshape(batch, groups, rows, BLOCK)
+        scores = jnp.where(visible, scores, jnp.float32(_MASKED))
+        top = jnp.maximum(highest, jnp.max(scores, axis=-1))
+        shrink = jnp.exp(highest - top)
+        weight = jnp.exp(scores - top[..., None])
+        # Scratch may hold NaN, and 0 x NaN is NaN: mask the values too.
+        written = first + jnp.arange(BLOCK, dtype=jnp.int32) < (length + num)[:, None]
+        value = jnp.where(written[:, None, :, None], value, jnp.zeros((), value.dtype))
+        gathered = jnp.einsum(
+            "bgrs,bgsd->bgrd",
+            weight.astype(value.dtype),
+            value,
+            preferred_element_type=jnp.float32,
+        )
+        return (
+            top,
+            total * shrink + jnp.sum(weight, axis=-1),
+            weighted * shrink[..., None] + gathered,
+        )
+
+    carry = (
+        jnp.full((batch, groups, rows), 2 * _MASKED, jnp.float32),
+        jnp.zeros((batch, groups, rows), jnp.float32),
+        jnp.zeros((batch, groups, rows, width), jnp.float32),
+    )
+    carry = block(zero, carry)
+    if keys.shape[2] > BLOCK:
+        num_blocks = (jnp.max(length) + num + BLOCK - 1) // BLOCK
+        carry = jax.lax.fori_loop(
+            1, num_blocks, lambda i, c: block(i.astype(jnp.int32) * BLOCK, c), carry
+        )
+    _, total, weighted = carry
+    out = weighted / total[..., None]
+    out = out.reshape(batch, groups, per_group, num, width)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, num, heads, width)
