@@ -1,0 +1,1 @@
+"""What a step costs, measured or compiled ahead of time, and when it pays."""
