@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxdec.planning.break_even import (
     Measured,
+    Number,
     break_even_acceptance,
     costs_at,
     predict_tpot,
@@ -59,7 +60,7 @@ class Ranking:
     action: Literal["use", "keep", "turn_off", "not_ranked"]
     """`use` is the best one; `keep` beats greedy but is not the best."""
     reason: str
-    measured_tpot_ms: float
+    measured_tpot_ms: Number
     predicted_tpot_ms: Mapping[int, float]
     """By draft length; empty where costs or acceptance are missing."""
     best_draft_length: int | None
@@ -89,7 +90,7 @@ class Advice:
         return record
 
 
-def rank(name: str, measured: Measured, greedy_tpot_ms: float) -> Ranking:
+def rank(name: str, measured: Measured, greedy_tpot_ms: Number) -> Ranking:
     """Compares one strategy with greedy decoding; never says ``use``."""
     predicted = predict_tpot(measured)
     best_length = min(predicted, key=predicted.get) if predicted else None
@@ -124,7 +125,7 @@ def explain_loss(
     break_even: float | None,
     predicted: Mapping[int, float],
     best_length: int | None,
-    greedy_tpot_ms: float,
+    greedy_tpot_ms: Number,
 ) -> str:
     """Why a strategy loses: acceptance, draft cost and break-even, as far as known."""
     parts = []
@@ -148,17 +149,8 @@ def explain_loss(
     return "".join(f"; {part}" for part in parts)
 
 
-def is_low_acceptance(measured: Measured, ranking: Ranking) -> bool:
-    """Whether drafts are refused so often that the round does not pay."""
-    return (
-        measured.acceptance_rate is not None
-        and ranking.break_even_acceptance is not None
-        and measured.acceptance_rate < ranking.break_even_acceptance
-    )
-
-
 def round_time_finding(
-    name: str, measured: Measured, greedy_tpot_ms: float
+    name: str, measured: Measured, greedy_tpot_ms: Number
 ) -> Finding | None:
     """High time per round: names its largest part."""
     round_ms = measured.round_ms
@@ -195,7 +187,7 @@ def round_time_finding(
     )
 
 
-def greedy_round_finding(greedy_tpot_ms: float, floor_ms: float) -> Finding | None:
+def greedy_round_finding(greedy_tpot_ms: Number, floor_ms: Number) -> Finding | None:
     """High time per greedy step, against the time its bytes take to read."""
     if greedy_tpot_ms < HIGH_ROUND_RATIO * floor_ms:
         return None
@@ -215,10 +207,11 @@ def greedy_round_finding(greedy_tpot_ms: float, floor_ms: float) -> Finding | No
 
 
 def acceptance_finding(
-    name: str, measured: Measured, ranking: Ranking, greedy_tpot_ms: float
+    name: str, measured: Measured, ranking: Ranking, greedy_tpot_ms: Number
 ) -> Finding | None:
     """Low acceptance: another length if one is predicted to pay, else give up."""
-    if not is_low_acceptance(measured, ranking):
+    accepted, needed = measured.acceptance_rate, ranking.break_even_acceptance
+    if accepted is None or needed is None or accepted >= needed:
         return None
     best = ranking.best_draft_length
     instruction = "change the drafter, or give speculation up with this one"
@@ -233,9 +226,8 @@ def acceptance_finding(
         code="acceptance",
         strategy=name,
         reason=(
-            f"{measured.acceptance_rate:.1%} of {measured.draft_length} draft tokens "
-            f"are accepted; its round needs {ranking.break_even_acceptance:.1%} to "
-            "break even"
+            f"{accepted:.1%} of {measured.draft_length} draft tokens are accepted; "
+            f"its round needs {needed:.1%} to break even"
         ),
         instruction=instruction,
     )
@@ -243,10 +235,10 @@ def acceptance_finding(
 
 def num_rounds_finding(
     name: str,
-    tpot_ms: float,
-    tokens_per_step: float,
-    prefill_ms: float,
-    output_length: float,
+    tpot_ms: Number,
+    tokens_per_step: Number,
+    prefill_ms: Number,
+    output_length: Number,
 ) -> Finding | None:
     """Too many rounds: the rounds of the strategy in use dominate."""
     decode_ms = tpot_ms * output_length
@@ -270,11 +262,11 @@ def num_rounds_finding(
 
 def scheduling_finding(
     name: str,
-    tpot_ms: float,
-    tokens_per_step: float,
+    tpot_ms: Number,
+    tokens_per_step: Number,
     num_requests: int,
-    throughput_tokens_per_s: float | None,
-    p99_gap_ms: float | None,
+    throughput_tokens_per_s: Number | None,
+    p99_gap_ms: Number | None,
 ) -> Finding | None:
     """Low throughput or high P99 with many requests."""
     if num_requests < 2:
@@ -309,13 +301,13 @@ def scheduling_finding(
 def advise(
     strategies: Mapping[str, Mapping[str, Any]],
     *,
-    greedy_tpot_ms: float,
-    prefill_ms: float = 0.0,
+    greedy_tpot_ms: Number,
+    prefill_ms: Number = 0.0,
     output_lengths: Sequence[int] = (),
     num_requests: int = 1,
-    throughput_tokens_per_s: float | None = None,
-    p99_gap_ms: float | None = None,
-    floor_ms: float | None = None,
+    throughput_tokens_per_s: Number | None = None,
+    p99_gap_ms: Number | None = None,
+    floor_ms: Number | None = None,
 ) -> Advice:
     """Says which strategy to use, at which length, and which to turn off.
 
@@ -391,7 +383,7 @@ def advise(
 
 
 def verdict(
-    best: Ranking | None, rankings: Sequence[Ranking], greedy_tpot_ms: float
+    best: Ranking | None, rankings: Sequence[Ranking], greedy_tpot_ms: Number
 ) -> str:
     """The sentences that open a report."""
     if best is None:

@@ -33,6 +33,9 @@ from jaxtyping import Int
 
 from jaxdec.types import StepInfo
 
+Number = float | int | np.number
+"""What a caller may pass as a figure; JSON and ratios make it plain."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counts:
@@ -66,7 +69,7 @@ class RequestSteps:
     draft_source: tuple[int, ...]
 
 
-def ratio(numerator: float, denominator: float) -> float | None:
+def ratio(numerator: Number, denominator: Number) -> float | None:
     """A quotient in plain floats; None where there was nothing to divide by."""
     return float(numerator) / float(denominator) if denominator else None
 

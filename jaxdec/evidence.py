@@ -21,7 +21,14 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxdec import statistics
-from jaxdec.counts import Counts, RequestSteps, count_steps, ratio, request_steps
+from jaxdec.counts import (
+    Counts,
+    Number,
+    RequestSteps,
+    count_steps,
+    ratio,
+    request_steps,
+)
 from jaxdec.types import FinishReason, StepInfo
 
 
@@ -47,20 +54,20 @@ class RequestEvidence(Counts):
 class RunFacts:
     """What a run knows besides its steps; all of it is passed in."""
 
-    e2e_s: float | None = None
+    e2e_s: Number | None = None
     """Wall clock of the run: all requests, prefill included, compilation not."""
-    compile_s: float | None = None
-    num_compilations: int | None = None
-    draft_cost_ms: float | None = None
+    compile_s: Number | None = None
+    num_compilations: Number | None = None
+    draft_cost_ms: Number | None = None
     """Time of one `propose` and `extend`, per step."""
-    verify_cost_ms: float | None = None
+    verify_cost_ms: Number | None = None
     """Time of one target forward over a draft, its acceptance and commit, per step."""
-    kv_bytes_read: int | None = None
+    kv_bytes_read: Number | None = None
     """By all steps together; see `kv_bytes`."""
-    kv_bytes_written: int | None = None
-    drafter_param_bytes: int | None = None
+    kv_bytes_written: Number | None = None
+    drafter_param_bytes: Number | None = None
     """The drafter's own weights; what it shares with the target is not counted."""
-    drafter_state_bytes: int | None = None
+    drafter_state_bytes: Number | None = None
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     hashes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Of checkpoints, tokenizer and prompts."""

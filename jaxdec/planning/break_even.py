@@ -21,26 +21,29 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+Number = float | int
+"""Milliseconds, rates or lengths; whole numbers are welcome."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
     """What was measured of one strategy; a field that was not measured is None."""
 
     certified: bool
-    tpot_ms: float
-    tokens_per_step: float
+    tpot_ms: Number
+    tokens_per_step: Number
     draft_length: int = 0
     """K: most draft tokens a step (a tree's depth); 0 if it does not draft."""
-    judged_per_step: float | None = None
+    judged_per_step: Number | None = None
     """Mean judged tokens a step, where lengths vary; None is K."""
-    acceptance_rate: float | None = None
-    conditional_acceptance_by_position: Sequence[float | None] = ()
-    draft_cost_ms: float | Mapping[int, float] | None = None
+    acceptance_rate: Number | None = None
+    conditional_acceptance_by_position: Sequence[Number | None] = ()
+    draft_cost_ms: Number | Mapping[int, Number] | None = None
     """Per step at K, or a table from draft length to ms."""
     is_block: bool = False
     """One number for `draft_cost_ms` is the cost of any length (one forward fills the
     block); else it grows in proportion to the length."""
-    verify_cost_ms: float | Mapping[int, float] | None = None
+    verify_cost_ms: Number | Mapping[int, Number] | None = None
     """Per step at K, or a table from draft length (rows of the forward, less the
     anchor) to ms."""
     certificate_reasons: Sequence[str] = ()
@@ -58,11 +61,11 @@ class Measured:
     @property
     def round_ms(self) -> float:
         """Measured time of one step."""
-        return self.tpot_ms * self.tokens_per_step
+        return float(self.tpot_ms * self.tokens_per_step)
 
 
 def expected_tokens(
-    conditional_acceptance: Sequence[float | None], draft_length: int
+    conditional_acceptance: Sequence[Number | None], draft_length: int
 ) -> float:
     """E(k): expected tokens per step.
 
@@ -83,7 +86,7 @@ def expected_tokens(
 
 
 def break_even_acceptance(
-    round_ms: float, greedy_tpot_ms: float, draft_length: float
+    round_ms: Number, greedy_tpot_ms: Number, draft_length: Number
 ) -> float:
     """Acceptance rate at which a round's tokens cost what greedy decoding's do.
 
@@ -103,7 +106,7 @@ def break_even_acceptance(
 
 
 def cost_at(
-    cost: float | Mapping[int, float] | None,
+    cost: Number | Mapping[int, Number] | None,
     draft_length: int,
     measured_length: int,
     is_proportional: bool,
