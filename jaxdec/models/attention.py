@@ -96,7 +96,8 @@ def attend(
         shrink = jnp.exp(highest - top)
         weight = jnp.exp(scores - top[..., None])
         # Scratch may hold NaN, and 0 x NaN is NaN: mask the values too.
-        written = first + jnp.arange(BLOCK, dtype=jnp.int32) < (length + num)[:, None]
+        slot = first + jnp.arange(BLOCK, dtype=jnp.int32)[None]
+        written = slot < (length + num)[:, None]
         value = jnp.where(written[:, None, :, None], value, jnp.zeros((), value.dtype))
         gathered = jnp.einsum(
             "bgrs,bgsd->bgrd",
