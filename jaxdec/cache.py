@@ -1,8 +1,8 @@
 """The KV cache: what a decoder remembers, one entry per token read.
 
-A cache is storage plus one number per row. Entries below `length` are live; entries at
-or past it are scratch, written freely and never read ("length is the only truth"). A
-forward writes its T new entries at ``length + arange(T)``, the *tail*, and leaves
+A cache is storage plus one number per row. Entries below `length` are live; entries
+at or past it are scratch, written freely and never read ("length is the only truth").
+A forward writes its T new entries at ``length + arange(T)``, the *tail*, and leaves
 `length` alone; `commit` makes a path through that tail permanent by moving it to the
 front of the tail and adding to `length`. A rejected draft therefore needs no undo: the
 next forward writes over it, and the state before the step is still a valid state.

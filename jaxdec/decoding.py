@@ -3,13 +3,13 @@
 Every strategy is the same step. A drafter proposes; the anchor (the last committed
 token, said but not yet read) goes in front of the draft; the target reads both in one
 forward; the one definition of the sampling distribution (`jaxdec.sampling`) turns its
-logits into a judgement; an acceptance rule keeps a path; stop tokens and budget cut it;
-and what is left is committed to tokens, cache and drafter. Autoregressive decoding is
-the step whose draft is empty, so there is no separate path for it, nor for greedy.
+logits into a judgement; an acceptance rule keeps a path; stop tokens and budget cut
+it; and what is left is committed to tokens, cache and drafter. Autoregressive decoding
+is the step whose draft is empty, so there is no separate path for it, nor for greedy.
 
-Invariants: the cache is one behind (``cache.length == sequences.length - 1``); length is
-the only truth; drafts are suggestions; rows are strangers; nothing is spent; one shape
-in and out.
+Invariants: the cache is one behind (``cache.length == sequences.length - 1``); length
+is the only truth; drafts are suggestions; rows are strangers; nothing is spent; one
+shape in and out.
 """
 
 from collections.abc import Callable
@@ -239,9 +239,6 @@ def jit_programs(strategy: Strategy, num_slots: int) -> Programs:
         prefill=jax.jit(strategy.prefill),
         generate=jax.jit(loop, donate_argnums=(1,)),
     )
-
-
-# --- parts of prefill and step ---------------------------------------------------------
 
 
 def _begin(request: Request, capacity: int) -> Sequences:

@@ -3,9 +3,9 @@
 Any causal LM with the target's tokenizer (Leviathan et al., arXiv 2211.17192; Chen et
 al., 2302.01318). The draft model has a cache of its own. Drafting reads the anchor and
 K - 1 of its own proposals into the tail of that cache; what the target then commits is
-compared with the tail, and the entries that agree become live. After full acceptance the
-last draft token has not been read; it is read together with the next anchor, and two
-rows cost as much as one. So nothing is ever read twice, and there is no special case.
+compared with the tail, and the entries that agree become live. After full acceptance
+the last draft token has not been read; it is read together with the next anchor, and
+two rows cost as much as one. So nothing is read twice, and there is no special case.
 """
 
 from typing import Any

@@ -1,10 +1,10 @@
 """Prompt lookup: propose what followed the same n-gram earlier in the sequence.
 
 The longest match of the last tokens wins, over prompt and output, and among equally
-long ones the most recent. It costs no model call, and pays wherever text repeats itself:
-code, quotations, summaries (prompt lookup decoding, A. Saxena 2023; also known as n-gram
-speculation). A match near the end is continued periodically: after ``a b a b`` the
-period is 2 and the draft is ``a b a b ...``.
+long ones the most recent. It costs no model call, and pays wherever text repeats
+itself: code, quotations, summaries (prompt lookup decoding, A. Saxena 2023; also known
+as n-gram speculation). A match near the end is continued periodically: after
+``a b a b`` the period is 2 and the draft is ``a b a b ...``.
 """
 
 import jax
