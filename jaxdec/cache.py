@@ -7,8 +7,8 @@ A forward writes its T new entries at ``length + arange(T)``, the *tail*, and le
 front of the tail and adding to `length`. A rejected draft therefore needs no undo: the
 next forward writes over it, and the state before the step is still a valid state.
 
-Storage is one array per layer, laid out ``[B, G, S, D]`` so that a key/value head is one
-contiguous matrix. It is never stacked over layers: slicing a stack copies it on CPU.
+Storage is one array per layer, laid out ``[B, G, S, D]`` so that a key/value head is
+one contiguous matrix. It is never stacked over layers: on CPU a slice is a copy.
 """
 
 import jax
