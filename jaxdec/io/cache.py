@@ -109,10 +109,16 @@ def _convert(path: Path, dtype: str, progress: Progress | None) -> Checkpoint:
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     folder.mkdir()
-    save_file(dict(checkpoint.tensors), folder / "model.safetensors")
+    tensors = dict(checkpoint.tensors)
+    try:
+        save_file(tensors, folder / "model.safetensors")
+    except SafetensorError as error:
+        # A full disk is reported like this, and has to look like one.
+        raise OSError(str(error)) from error
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.save(folder)
     record = {

@@ -104,7 +104,9 @@ class _Fields:
             )
 
 
-def _rope_from(values: Mapping[str, Any], theta: float | None, longest: int):
+def _rope_from(
+    values: Mapping[str, Any], theta: float | None, longest: int
+) -> RopeConfig:
     """One rotary embedding, from the dictionary of either spelling."""
     fields = _Fields(values, "the rope settings")
     kind = fields.get("rope_type", None)
@@ -158,38 +160,30 @@ def _rope_from(values: Mapping[str, Any], theta: float | None, longest: int):
     return RopeConfig(**found)
 
 
-def rope_from_hf(
-    fields: _Fields, longest: int, default_theta: float = 10000.0
-) -> RopeConfig:
+def _rope(fields: _Fields, longest: int) -> RopeConfig:
     """Reads ``rope_parameters``, or ``rope_scaling`` with ``rope_theta``."""
     theta = fields.get("rope_theta", None)
-    spellings = []
+    found = []
     for key in ("rope_parameters", "rope_scaling"):
         values = fields.get(key, None)
         if values is None:
             continue
         if not isinstance(values, Mapping):
-            raise CheckpointError(f"{key} must be a dictionary, got {values!r}.")
+            raise CheckpointError(
+                f"{key} must be a dictionary, got {values!r}; correct config.json."
+            )
         if any(isinstance(value, Mapping) for value in values.values()):
             raise CheckpointError(
                 f"{key} gives settings per kind of layer ({', '.join(values)}), which "
                 "this model family does not have; give one dictionary of settings."
             )
-        spellings.append(_rope_from(values, theta, longest))
-    if len(spellings) == 2 and spellings[0] != spellings[1]:
+        found.append(_rope_from(values, theta, longest))
+    if len(found) == 2 and found[0] != found[1]:
         raise CheckpointError(
-            "rope_parameters and rope_scaling disagree: "
-            f"{spellings[0]} against {spellings[1]}; keep one of them."
+            f"rope_parameters and rope_scaling disagree: {found[0]} against "
+            f"{found[1]}; keep one of them."
         )
-    if spellings:
-        has_theta = theta is not None or any(
-            (fields.get(key, None) or {}).get("rope_theta") is not None
-            for key in ("rope_parameters", "rope_scaling")
-        )
-        if has_theta:
-            return spellings[0]
-        return dataclasses.replace(spellings[0], theta=default_theta)
-    return RopeConfig(theta=default_theta if theta is None else float(theta))
+    return found[0] if found else _rope_from({}, theta, longest)
 
 
 def _decoder(fields: _Fields, family: str, **switches: Any) -> ModelConfig:
@@ -234,7 +228,7 @@ def _decoder(fields: _Fields, family: str, **switches: Any) -> ModelConfig:
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         activation=_ACTIVATIONS[activation],
         tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        ropes=(rope_from_hf(fields, longest),),
+        ropes=(_rope(fields, longest),),
         layer_windows=windows,
         **switches,
     )

