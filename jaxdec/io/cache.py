@@ -76,12 +76,12 @@ def _converted(path: Path, dtype: str, progress: Progress | None) -> Checkpoint:
     if found is not None:
         return found
     try:
-        with lock(target, progress):
+        with lock(target, progress) as is_alone:
             found = _read(target, path)
             if found is not None:
                 return found
             checkpoint = _convert(path, dtype, progress)
-            with publish(target) as folder:
+            with publish(target, is_alone) as folder:
                 _write(folder / "result", checkpoint)
     except OSError as error:
         # A full or read-only disk must not keep anyone from using a model.

@@ -75,6 +75,9 @@ class _Fields:
             )
         return value
 
+    def count_or_none(self, name: str, default: Any) -> int | None:
+        return None if self.get(name, default) is None else self.count(name, default)
+
     def number(self, name: str, default: Any = _REQUIRED) -> float:
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -191,9 +194,11 @@ def _decoder(fields: _Fields, family: str, **switches: Any) -> ModelConfig:
     width = fields.count("hidden_size")
     heads = fields.count("num_attention_heads")
     layers = fields.count("num_hidden_layers")
-    kv_heads = fields.get("num_key_value_heads", switches.pop("default_kv_heads"))
+    kv_heads = fields.count_or_none(
+        "num_key_value_heads", switches.pop("default_kv_heads")
+    )
     kv_heads = heads if kv_heads is None else kv_heads
-    head_dim = fields.get("head_dim", switches.pop("default_head_dim"))
+    head_dim = fields.count_or_none("head_dim", switches.pop("default_head_dim"))
     if head_dim is None:
         if width % heads:
             raise CheckpointError(
@@ -234,7 +239,9 @@ def _decoder(fields: _Fields, family: str, **switches: Any) -> ModelConfig:
     )
 
 
-def _windows(fields: _Fields, layers: int, window, first) -> tuple[int | None, ...]:
+def _windows(
+    fields: _Fields, layers: int, window: int | None, first: int
+) -> tuple[int | None, ...]:
     """The sliding window of every layer: `window` from layer `first` on.
 
     ``layer_types`` overrides `first`. Empty when no layer has a window.
@@ -279,13 +286,13 @@ def _mistral(fields: _Fields) -> ModelConfig:
         default_head_dim=None,
         default_positions=4096 * 32,
         # The class default is a window, so only an explicit null means none.
-        windows={"window": fields.get("sliding_window", 4096), "first": 0},
+        windows={"window": fields.count_or_none("sliding_window", 4096), "first": 0},
     )
 
 
 def _qwen(fields: _Fields, family: str, **switches: Any) -> ModelConfig:
     uses_window = bool(fields.get("use_sliding_window", False))
-    window = fields.get("sliding_window", 4096)
+    window = fields.count_or_none("sliding_window", 4096)
     first = fields.get("max_window_layers", 28)
     return _decoder(
         fields,

@@ -112,7 +112,7 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
     target = tmp_path / "thing"
     (tmp_path / ".thing.partial-dead").mkdir()
     (tmp_path / ".thing.partial-dead" / "result").write_text("half")
-    with lock(target), publish(target) as folder:
+    with lock(target) as is_alone, publish(target, is_alone) as folder:
         (folder / "result").write_text("whole")
     assert target.read_text() == "whole"
     assert sorted(p.name for p in tmp_path.iterdir()) == [".thing.lock", "thing"]

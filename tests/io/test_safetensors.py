@@ -1,5 +1,6 @@
 """Hugging Face folders: one file or several, variants of naming, everything missing."""
 
+import dataclasses
 import json
 import re
 
@@ -120,6 +121,13 @@ def test_all_problems_in_one_message(llama):
         f"{name}: has [96, 64], needs [64, 96]",
     ):
         assert part in text
+
+
+def test_a_damaged_number_of_layers(llama):
+    _, config, tensors = llama
+    config = dataclasses.replace(config, num_layers=2**31)
+    with pytest.raises(CheckpointError, match="2147483648 layers"):
+        check_tensors(config, tensors)
 
 
 def test_missing_files(tmp_path, llama):
