@@ -247,6 +247,8 @@ def _windows(
     ``layer_types`` overrides `first`. Empty when no layer has a window.
     """
     kinds = fields.get("layer_types", None)
+    if kinds is None and window is None:
+        return ()
     if kinds is None:
         slides = [i >= first for i in range(layers)]
     else:
