@@ -2,8 +2,8 @@
 
 A program is two executables, prefill and the whole loop, compiled ahead of time, so
 that compiling is counted and timed apart from running, and can never happen unnoticed
-in the middle of a measurement. What is a value (sampling parameters, stop tokens, seeds,
-limits, the number of steps) is an argument; what is a shape or code is in the key.
+in the middle of a measurement. What is a value (sampling parameters, stop tokens,
+seeds, limits, the number of steps) is an argument; a shape or code is in the key.
 """
 
 import dataclasses
