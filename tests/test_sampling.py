@@ -73,6 +73,7 @@ def unchanged(tokens, length, logits):
 
 judge = jax.jit(sampling.judge, static_argnames=("processor", "with_log_probs"))
 draft_sample = jax.jit(sampling.draft_sample, static_argnames=("coupled",))
+gumbel = jax.jit(sampling.gumbel, static_argnames=("vocab_size", "stream"))
 context_free = jax.jit(
     lambda sequences, nodes, logits: sampling.log_probs(
         sequences.sampling, sampling.adjust(sequences, nodes, logits)
@@ -373,10 +374,10 @@ def test_noise_belongs_to_request_and_position():
     """B13: not to batch mates, not to the draft length."""
     keys = jax.random.split(jax.random.key(42), 3)
     position = jnp.asarray([[5, 6, 7], [9, 10, 11], [5, 6, 7]], jnp.int32)
-    noise = np.asarray(sampling.gumbel(keys, position, 50))
+    noise = np.asarray(gumbel(keys, position, 50))
     for b in range(3):
         for t in range(3):
-            alone = sampling.gumbel(keys[b][None], position[b, t][None, None], 50)
+            alone = gumbel(keys[b][None], position[b, t][None, None], 50)
             np.testing.assert_array_equal(alone[0, 0], noise[b, t])
     assert len({noise[b, t].tobytes() for b in range(3) for t in range(3)}) == 9
 
@@ -422,9 +423,7 @@ def test_streams_and_seeds_are_distinct():
 def test_noise_is_gumbel():
     """Kolmogorov-Smirnov at a fixed key; false alarm 1e-6 (D < 2.69 / sqrt(n))."""
     noise = np.asarray(
-        sampling.gumbel(
-            jax.random.key(0)[None], jnp.zeros((1, 1), jnp.int32), 1_000_000
-        )
+        gumbel(jax.random.key(0)[None], jnp.zeros((1, 1), jnp.int32), 1_000_000)
     )[0, 0]
     assert np.isfinite(noise).all()
     cdf = np.exp(-np.exp(-np.sort(noise.astype(np.float64))))
@@ -475,7 +474,7 @@ def test_uncoupled_drafts_come_from_the_distribution_they_return():
     target = judge(sequences, nodes, logits, with_log_probs=True)
     np.testing.assert_array_equal(got, target.log_probs)
     position = sequences.length[:, None] + nodes.depth
-    noise = sampling.gumbel(sequences.key, position, 21, sampling.DRAFT)
+    noise = gumbel(sequences.key, position, 21, sampling.DRAFT)
     np.testing.assert_array_equal(tokens, np.argmax(np.asarray(got + noise), -1))
     assert (np.asarray(tokens)[1::2] != np.asarray(target.tokens)[1::2]).any()
     np.testing.assert_array_equal(tokens[0::2], target.tokens[0::2])

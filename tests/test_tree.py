@@ -7,7 +7,7 @@ from helpers_sampling import random_parents, walk
 from jaxdec import tree
 
 
-@pytest.mark.parametrize("num_draft", [0, 1, 2, 3, 4, 5, 8, 9, 31, 60])
+@pytest.mark.parametrize("num_draft", [0, 1, 2, 3, 4, 8, 9, 33])
 def test_random_trees_equal_a_walk(num_draft):
     rng = np.random.default_rng(num_draft)
     for shape in ("random", "chain", "star"):
@@ -18,13 +18,15 @@ def test_random_trees_equal_a_walk(num_draft):
         }[shape]
         is_ancestor = np.asarray(tree.ancestors(jnp.asarray(parents)))
         depth = np.asarray(tree.depth(jnp.asarray(parents)))
-        for node in range(num_draft + 1):
+        node_paths = jax.vmap(tree.path_to, in_axes=(None, 0))(
+            jnp.asarray(parents), jnp.arange(num_draft + 1)
+        )
+        for node, got in enumerate(np.asarray(node_paths)):
             path = walk(parents, node)
             assert sorted(path) == path == list(np.flatnonzero(is_ancestor[node]))
             assert depth[node] == len(path) - 1
-            got = tree.path_to(jnp.asarray(parents), jnp.asarray(node))
             padding = [node] * (num_draft + 1 - len(path))
-            assert list(np.asarray(got)) == path + padding
+            assert list(got) == path + padding
 
 
 def test_chain_and_vmap():
@@ -42,7 +44,7 @@ def test_keep_best_equals_a_slow_prune(seed):
     rng = np.random.default_rng(seed)
     parents = random_parents(rng, 12)
     scores = rng.integers(-4, 0, 12).astype(np.float32)  # many ties
-    for num_kept in range(13):
+    for num_kept in (0, 1, 5, 12):
         worst = [
             min(scores[n - 1] for n in walk(parents, i + 1)[1:]) for i in range(12)
         ]
