@@ -281,6 +281,7 @@ def _allowed(sequences: Sequences, draft: Draft) -> Int[Array, "B"]:
     """
     room = sequences.limit - sequences.length - 1
     most = jnp.minimum(sequences.max_draft_length, jnp.maximum(room, 0))
+    most = jnp.minimum(most, draft.tokens.shape[1])
     length = jnp.clip(draft.length, 0, most)
     return jnp.where(sequences.finish == FinishReason.NONE, length, 0)
 
