@@ -1,1 +1,85 @@
-"""jaxdec: every decoding strategy that matters for one request, chosen on evidence."""
+"""jaxdec: every decoding strategy that matters for one request, chosen on evidence.
+
+import jaxdec
+
+lm = jaxdec.load("smollm2")
+out = jaxdec.generate(lm, "Why is the sky blue?", strategy="lookup")
+print(out[0].text, out.evidence.tokens_per_step)
+"""
+
+__version__ = "0.1.0"
+
+from jaxdec import acceptance, draft_length, drafters, models, sampling, tree
+from jaxdec.certify import certify
+from jaxdec.decoding import autoregressive, jit_programs, speculative
+from jaxdec.lm import LM, load
+from jaxdec.strategies import (
+    StrategyConfig,
+    draft_model,
+    greedy,
+    lookup,
+    sample,
+    self_draft,
+)
+from jaxdec.text import Generated, Outputs, Piece, generate, stream
+from jaxdec.types import (
+    Acceptance,
+    Commit,
+    DecodeState,
+    Draft,
+    Drafter,
+    DrafterParams,
+    FinishReason,
+    Model,
+    Request,
+    SamplingParams,
+    Sequences,
+    StepInfo,
+    Strategy,
+    StrategyParams,
+)
+
+__all__ = [
+    # Text API.
+    "LM",
+    "Generated",
+    "Outputs",
+    "Piece",
+    "certify",
+    "generate",
+    "load",
+    "stream",
+    # Strategies.
+    "StrategyConfig",
+    "draft_model",
+    "greedy",
+    "lookup",
+    "sample",
+    "self_draft",
+    # Engine.
+    "autoregressive",
+    "jit_programs",
+    "speculative",
+    # Parts.
+    "acceptance",
+    "draft_length",
+    "drafters",
+    "models",
+    "sampling",
+    "tree",
+    # Data.
+    "Acceptance",
+    "Commit",
+    "DecodeState",
+    "Draft",
+    "Drafter",
+    "DrafterParams",
+    "FinishReason",
+    "Model",
+    "Request",
+    "SamplingParams",
+    "Sequences",
+    "StepInfo",
+    "Strategy",
+    "StrategyParams",
+]

@@ -24,7 +24,7 @@ arXiv 2407.01082; sharing noise with the drafter is Daliri et al., arXiv 2408.07
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxdec.adjustment import Nodes, adjust, chain_nodes, draft_nodes, needs_adjustment
 from jaxdec.sampling_params import make_sampling_params
@@ -42,6 +42,7 @@ __all__ = [
     "draft_sample",
     "first_max",
     "gumbel",
+    "gumbel_from_bits",
     "judge",
     "log_probs",
     "make_sampling_params",
@@ -53,6 +54,7 @@ __all__ = [
 TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
 """Streams: the target's own samples, uncoupled drafts, accept tests, residual draws."""
 
+_MASS_ROUNDING = 2.0**-20
 _INFINITY_BITS = 0x7F800000
 _SMALLEST_TEMPERATURE = 1e-30
 
@@ -79,17 +81,23 @@ def gumbel(
     """
 
     def draw(row_key, row_position):
-        # `jax.random.gumbel` works from a uniform with 23 bits: no token less likely
-        # than 1e-7 keeps its share. All 32 bits, read from the other end, cost the same
-        # and hold to 1e-10.
-        bits = jax.random.bits(
-            position_key(row_key, row_position, stream), (vocab_size,), jnp.uint32
-        )
-        uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
-        exponential = -jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24))
-        return -jnp.log(exponential)
+        noise_key = position_key(row_key, row_position, stream)
+        return gumbel_from_bits(jax.random.bits(noise_key, (vocab_size,), jnp.uint32))
 
     return jax.vmap(jax.vmap(draw, in_axes=(None, 0)))(key, position)
+
+
+def gumbel_from_bits(bits: UInt32[Array, "*axes"]) -> Float[Array, "*axes"]:
+    """Standard Gumbel noise from 32 random bits each.
+
+    `jax.random.gumbel` starts from a uniform of 23 bits, so that tokens less likely
+    than 1e-7 lose their share (tens of thousands of them can hold a percent together).
+    Counting all 32 bits from the end where they matter costs the same and holds to
+    1e-10.
+    """
+    uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
+    exponential = -jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24))
+    return -jnp.log(exponential)
 
 
 def first_max(
@@ -320,7 +328,9 @@ def _filtered(
 
     def top_p_limit():
         weight = jnp.where(distance <= limit[..., None], jnp.exp(-distance), 0.0)
-        mass = sampling.top_p[:, None] * jnp.sum(weight, axis=-1)
+        # Two tokens of .5 and .3 hold a mass of .8 whichever way their sum rounds.
+        enough = sampling.top_p[:, None] * (1 - _MASS_ROUNDING)
+        mass = enough * jnp.sum(weight, axis=-1)
         cut = _cutoff(distance, weight, mass)
         return jnp.where(has_top_p[:, None], jnp.minimum(limit, cut), limit)
 

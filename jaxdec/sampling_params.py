@@ -31,8 +31,8 @@ def make_sampling_params(
     frequency_penalty: Any = 0.0,
     no_repeat_ngram: Any = 0,
     min_new_tokens: Any = 0,
-    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]] | None = None,
-    banned_tokens: Sequence[int] | Sequence[Sequence[int]] = (),
+    logit_bias: Mapping | Sequence[Mapping | None] | None = None,
+    banned_tokens: Sequence = (),
     num_bias_slots: int = 8,
     vocab_size: int | None = None,
 ) -> SamplingParams:
@@ -130,8 +130,9 @@ def make_sampling_params(
 
 def _rows(name, value, batch_size: int, dtype: type, is_ok, wanted: str) -> np.ndarray:
     """One checked number per row."""
-    is_scalar = value is None or isinstance(value, str) or np.ndim(value) == 0
-    values = [value] * batch_size if is_scalar else list(value)
+    if value is None or isinstance(value, str) or np.ndim(value) == 0:
+        return np.full(batch_size, _number(name, value, dtype, is_ok, wanted), dtype)
+    values = list(value)
     if len(values) != batch_size:
         raise ValueError(
             f"{name} must be one value or {batch_size} values (one per row), got "

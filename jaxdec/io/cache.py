@@ -76,12 +76,12 @@ def _converted(path: Path, dtype: str, progress: Progress | None) -> Checkpoint:
     if found is not None:
         return found
     try:
-        with lock(target, progress):
+        with lock(target, progress) as is_alone:
             found = _read(target, path)
             if found is not None:
                 return found
             checkpoint = _convert(path, dtype, progress)
-            with publish(target) as folder:
+            with publish(target, is_alone) as folder:
                 _write(folder / "result", checkpoint)
     except OSError as error:
         # A full or read-only disk must not keep anyone from using a model.
@@ -109,10 +109,16 @@ def _convert(path: Path, dtype: str, progress: Progress | None) -> Checkpoint:
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     folder.mkdir()
-    save_file(dict(checkpoint.tensors), folder / "model.safetensors")
+    tensors = dict(checkpoint.tensors)
+    try:
+        save_file(tensors, folder / "model.safetensors")
+    except SafetensorError as error:
+        # A full disk is reported like this, and has to look like one.
+        raise OSError(str(error)) from error
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.save(folder)
     record = {

@@ -192,8 +192,15 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> Non
     Raises:
         CheckpointError: Lists all missing, unexpected and mis-shaped tensors.
     """
-    expected = expected_tensors(config)
     found = shapes_of(tensors)
+    if config.num_layers > len(found):
+        # Said before listing them, which would take long if the number is damaged.
+        raise CheckpointError(
+            f"the configuration has {config.num_layers} layers, but there are only "
+            f"{len(found)} tensors; take config.json and the weights from the same "
+            "release."
+        )
+    expected = expected_tensors(config)
     mtp = {int(m[1]) for m in map(_MTP_LAYER.fullmatch, found) if m is not None}
 
     def is_ignored(name: str) -> bool:

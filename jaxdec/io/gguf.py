@@ -84,8 +84,17 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Metadata as Python values, and tensors by name."""
     import gguf
 
+    class Reader(gguf.GGUFReader):
+        """Stops at the end of the file; its base goes on with empty arrays there."""
+
+        def _get(self, offset, dtype, count=1, *arguments, **options):
+            found = super()._get(offset, dtype, count, *arguments, **options)
+            if found.size != int(count):
+                raise EOFError(f"the file ends at byte {len(self.data)}")
+            return found
+
     try:
-        reader = gguf.GGUFReader(path)
+        reader = Reader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
     except FileNotFoundError:
@@ -179,10 +188,6 @@ def config_from_gguf(
     values["head_dim"] = head_dim
     values["rope_theta"] = _shortest(settings.get("rope.freq_base", 10000.0))
     values["rope_scaling"] = _rope_scaling(settings)
-    if arch == "qwen2":
-        del values["head_dim"]
-        if head_dim * values["num_attention_heads"] != values["hidden_size"]:
-            values["head_dim"] = head_dim
     config = config_from_hf(values)
     if not rope_factors:
         return config
@@ -311,6 +316,11 @@ def load_gguf(path: str | Path, dtype: np.dtype) -> Checkpoint:
         )
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} has metadata that make no sense ({type(error).__name__}: "
+            f"{error}); it is damaged, so fetch it again."
+        ) from error
     by_name = {_canonical(n): t for n, t in found.items() if n != _ROPE_FACTORS}
     heads = {}
     if _HAS_PERMUTED_ROWS[fields["general.architecture"]]:

@@ -20,7 +20,7 @@ _GPT2_RULES = ("gpt-2", "mpt", "olmo", "jais")
 _QWEN2_RULES = ("qwen2", "deepseek-r1-qwen")
 _LLAMA3_RULES = ("llama-bpe", "llama3", "llama-v3", "falcon3")
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 _STOP_TEXTS = frozenset(
     """
@@ -77,14 +77,20 @@ def _special_tokens(fields: Mapping[str, Any]) -> list[Any]:
 
 
 def _add_bos(backend: Any, fields: Mapping[str, Any]) -> None:
-    """Puts BOS before (and EOS after) plain text where the file asks for it."""
+    """Puts BOS before (and EOS after) plain text where the file asks for it.
+
+    Files for Llama may leave the wish for BOS unsaid; llama.cpp then adds it.
+    """
     from tokenizers import processors
 
     tokens = fields["tokenizer.ggml.tokens"]
     before, after = [], []
     for name, places in (("bos", before), ("eos", after)):
         index = fields.get(f"tokenizer.ggml.{name}_token_id")
-        default = name == "bos" and fields.get("tokenizer.ggml.model") == "llama"
+        default = name == "bos" and (
+            fields.get("tokenizer.ggml.model") == "llama"
+            or fields.get("tokenizer.ggml.pre") in _LLAMA3_RULES
+        )
         if (
             fields.get(f"tokenizer.ggml.add_{name}_token", default)
             and index is not None
@@ -153,15 +159,18 @@ def _byte_level(fields: Mapping[str, Any]) -> Any:
 
 
 def _sentencepiece_merges(
-    tokens: list[str], scores: list[float]
+    tokens: list[str], scores: list[float], kinds: list[int]
 ) -> list[tuple[str, str]]:
     """The merges that a SentencePiece vocabulary implies.
 
     Any two tokens whose concatenation is a token may be merged; better scores first.
+    Special tokens and bytes are never the result: no text spells them.
     """
     index = {token: i for i, token in enumerate(tokens)}
     found = []
-    for token, score in zip(tokens, scores, strict=True):
+    for token, score, kind in zip(tokens, scores, kinds, strict=True):
+        if kind != _NORMAL:
+            continue
         splits = [
             (token[:cut], token[cut:])
             for cut in range(1, len(token))
@@ -185,11 +194,12 @@ def _sentencepiece(fields: Mapping[str, Any]) -> Any:
         )
     tokens = fields["tokenizer.ggml.tokens"]
     scores = fields.get("tokenizer.ggml.scores") or [0.0] * len(tokens)
+    kinds = fields.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     unknown = fields.get("tokenizer.ggml.unknown_token_id")
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
-            merges=_sentencepiece_merges(tokens, scores),
+            merges=_sentencepiece_merges(tokens, scores, kinds),
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,

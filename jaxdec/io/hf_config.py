@@ -75,6 +75,9 @@ class _Fields:
             )
         return value
 
+    def count_or_none(self, name: str, default: Any) -> int | None:
+        return None if self.get(name, default) is None else self.count(name, default)
+
     def number(self, name: str, default: Any = _REQUIRED) -> float:
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -104,7 +107,9 @@ class _Fields:
             )
 
 
-def _rope_from(values: Mapping[str, Any], theta: float | None, longest: int):
+def _rope_from(
+    values: Mapping[str, Any], theta: float | None, longest: int
+) -> RopeConfig:
     """One rotary embedding, from the dictionary of either spelling."""
     fields = _Fields(values, "the rope settings")
     kind = fields.get("rope_type", None)
@@ -158,38 +163,30 @@ def _rope_from(values: Mapping[str, Any], theta: float | None, longest: int):
     return RopeConfig(**found)
 
 
-def rope_from_hf(
-    fields: _Fields, longest: int, default_theta: float = 10000.0
-) -> RopeConfig:
+def _rope(fields: _Fields, longest: int) -> RopeConfig:
     """Reads ``rope_parameters``, or ``rope_scaling`` with ``rope_theta``."""
     theta = fields.get("rope_theta", None)
-    spellings = []
+    found = []
     for key in ("rope_parameters", "rope_scaling"):
         values = fields.get(key, None)
         if values is None:
             continue
         if not isinstance(values, Mapping):
-            raise CheckpointError(f"{key} must be a dictionary, got {values!r}.")
+            raise CheckpointError(
+                f"{key} must be a dictionary, got {values!r}; correct config.json."
+            )
         if any(isinstance(value, Mapping) for value in values.values()):
             raise CheckpointError(
                 f"{key} gives settings per kind of layer ({', '.join(values)}), which "
                 "this model family does not have; give one dictionary of settings."
             )
-        spellings.append(_rope_from(values, theta, longest))
-    if len(spellings) == 2 and spellings[0] != spellings[1]:
+        found.append(_rope_from(values, theta, longest))
+    if len(found) == 2 and found[0] != found[1]:
         raise CheckpointError(
-            "rope_parameters and rope_scaling disagree: "
-            f"{spellings[0]} against {spellings[1]}; keep one of them."
+            f"rope_parameters and rope_scaling disagree: {found[0]} against "
+            f"{found[1]}; keep one of them."
         )
-    if spellings:
-        has_theta = theta is not None or any(
-            (fields.get(key, None) or {}).get("rope_theta") is not None
-            for key in ("rope_parameters", "rope_scaling")
-        )
-        if has_theta:
-            return spellings[0]
-        return dataclasses.replace(spellings[0], theta=default_theta)
-    return RopeConfig(theta=default_theta if theta is None else float(theta))
+    return found[0] if found else _rope_from({}, theta, longest)
 
 
 def _decoder(fields: _Fields, family: str, **switches: Any) -> ModelConfig:
@@ -197,9 +194,11 @@ def _decoder(fields: _Fields, family: str, **switches: Any) -> ModelConfig:
     width = fields.count("hidden_size")
     heads = fields.count("num_attention_heads")
     layers = fields.count("num_hidden_layers")
-    kv_heads = fields.get("num_key_value_heads", switches.pop("default_kv_heads"))
+    kv_heads = fields.count_or_none(
+        "num_key_value_heads", switches.pop("default_kv_heads")
+    )
     kv_heads = heads if kv_heads is None else kv_heads
-    head_dim = fields.get("head_dim", switches.pop("default_head_dim"))
+    head_dim = fields.count_or_none("head_dim", switches.pop("default_head_dim"))
     if head_dim is None:
         if width % heads:
             raise CheckpointError(
@@ -234,18 +233,22 @@ def _decoder(fields: _Fields, family: str, **switches: Any) -> ModelConfig:
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         activation=_ACTIVATIONS[activation],
         tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        ropes=(rope_from_hf(fields, longest),),
+        ropes=(_rope(fields, longest),),
         layer_windows=windows,
         **switches,
     )
 
 
-def _windows(fields: _Fields, layers: int, window, first) -> tuple[int | None, ...]:
+def _windows(
+    fields: _Fields, layers: int, window: int | None, first: int
+) -> tuple[int | None, ...]:
     """The sliding window of every layer: `window` from layer `first` on.
 
     ``layer_types`` overrides `first`. Empty when no layer has a window.
     """
     kinds = fields.get("layer_types", None)
+    if kinds is None and window is None:
+        return ()
     if kinds is None:
         slides = [i >= first for i in range(layers)]
     else:
@@ -285,13 +288,13 @@ def _mistral(fields: _Fields) -> ModelConfig:
         default_head_dim=None,
         default_positions=4096 * 32,
         # The class default is a window, so only an explicit null means none.
-        windows={"window": fields.get("sliding_window", 4096), "first": 0},
+        windows={"window": fields.count_or_none("sliding_window", 4096), "first": 0},
     )
 
 
 def _qwen(fields: _Fields, family: str, **switches: Any) -> ModelConfig:
     uses_window = bool(fields.get("use_sliding_window", False))
-    window = fields.get("sliding_window", 4096)
+    window = fields.count_or_none("sliding_window", 4096)
     first = fields.get("max_window_layers", 28)
     return _decoder(
         fields,

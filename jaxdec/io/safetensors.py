@@ -160,7 +160,10 @@ def load_folder(folder: str | Path, dtype: np.dtype) -> Checkpoint:
     generation = read_json(generation_file) if generation_file.exists() else None
     tokenizer = None
     if (folder / "tokenizer.json").exists():
-        tokenizer = Tokenizer.from_folder(folder)
+        try:
+            tokenizer = Tokenizer.from_folder(folder)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
     stops = stop_tokens_from_hf(generation, values)
     if not stops and tokenizer is not None and tokenizer.eos_id is not None:
         stops = (tokenizer.eos_id,)

@@ -6,6 +6,7 @@ that write the same thing are harmless; the lock only spares the second one the 
 """
 
 import contextlib
+import glob
 import os
 import shutil
 import sys
@@ -32,11 +33,11 @@ def cache_folder() -> Path:
 
 
 @contextlib.contextmanager
-def lock(target: Path, progress: Progress | None = None) -> Iterator[None]:
+def lock(target: Path, progress: Progress | None = None) -> Iterator[bool]:
     """Holds an advisory lock on what is to be written at `target`.
 
     The system drops it when the process ends, however it ends. Where locks do not exist
-    (some network file systems) this does nothing, which costs work, never correctness.
+    (some network file systems) this yields False, and the work may be done twice.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.parent / f".{target.name}.lock", "a+b") as file:
@@ -61,6 +62,7 @@ def lock(target: Path, progress: Progress | None = None) -> Iterator[None]:
                 flags = fcntl.LOCK_EX | (0 if block else fcntl.LOCK_NB)
                 fcntl.flock(file, flags)
 
+        is_held = True
         try:
             acquire(block=False)
         except BlockingIOError:
@@ -68,20 +70,24 @@ def lock(target: Path, progress: Progress | None = None) -> Iterator[None]:
                 progress(f"waiting for another process that prepares {target.name}")
             acquire(block=True)
         except OSError:
-            pass
+            is_held = False
         # Closing the file releases the lock.
-        yield
+        yield is_held
 
 
 @contextlib.contextmanager
-def publish(target: Path) -> Iterator[Path]:
+def publish(target: Path, is_alone: bool) -> Iterator[Path]:
     """Yields an empty folder; what the body leaves at its ``result`` becomes `target`.
 
-    Call it with the lock held. Leftovers of interrupted processes are removed.
+    Args:
+        target: A file or folder; replaced if it exists.
+        is_alone: Whether the lock is held, so that other unfinished folders can only be
+            leftovers of interrupted processes, and are removed.
     """
     marker = f".{target.name}.partial-"
-    for leftover in target.parent.glob(f"{marker}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    if is_alone:
+        for leftover in target.parent.glob(f"{glob.escape(marker)}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=marker, dir=target.parent))
     try:
         yield folder

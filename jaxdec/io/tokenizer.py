@@ -162,6 +162,15 @@ class Tokenizer:
             return bytes([int(byte[1], 16)])
         return token.replace("\u2581", " ").encode("utf-8")
 
+    def is_special(self, index: int) -> bool:
+        """Whether a token marks structure (end of turn, ...) and has no text."""
+        return int(index) in self._special
+
+    @functools.cached_property
+    def _special(self) -> frozenset[int]:
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(index for index, token in added.items() if token.special)
+
     @functools.cached_property
     def _added(self) -> frozenset[int]:
         return frozenset(self._backend.get_added_tokens_decoder())

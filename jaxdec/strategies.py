@@ -1,0 +1,235 @@
+"""How to decode, as a value: a name and a few numbers, hashable, without arrays.
+
+A configuration builds its drafter for a loaded model. Because it is hashable, a model
+keeps the compiled programs of every configuration it has run, and a second call with
+the same configuration compiles nothing.
+
+    greedy        plain decoding at temperature 0, the baseline
+    sample        plain decoding at the request's temperature (0.7 if none is given)
+    lookup        drafts from earlier occurrences of the last tokens
+    self_draft    drafts with the target's own first layers
+    draft_model   drafts with another, smaller model
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+from jaxdec import acceptance
+from jaxdec.drafters import draft_model as drafting
+from jaxdec.drafters import lookup as ngram
+from jaxdec.drafters.none import none
+from jaxdec.models.decoder import make_model
+from jaxdec.types import AcceptFn, Drafter, DrafterParams, LogitsProcessor
+
+Rule = Literal["match", "rejection"]
+
+_RULES = {"match": acceptance.match, "rejection": acceptance.rejection}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StrategyConfig:
+    """What all strategies share. `length` is K, the draft tokens a step at most."""
+
+    name: str
+    length: int = 0
+    rule: Rule = "match"
+
+    def __post_init__(self):
+        if self.rule not in _RULES:
+            raise ValueError(
+                f"acceptance rule {self.rule!r} is unknown; use 'match' (any draft, "
+                "the default) or 'rejection' (drafts sampled from a draft model)"
+            )
+        is_whole = isinstance(self.length, int) and not isinstance(self.length, bool)
+        if not is_whole or self.length < (1 if type(self) is not StrategyConfig else 0):
+            raise ValueError(
+                f"draft length must be a whole number of at least 1, got "
+                f"{self.length!r}; for plain decoding use 'greedy' or 'sample'"
+            )
+
+    @property
+    def accept(self) -> AcceptFn:
+        """The acceptance rule."""
+        return _RULES[self.rule]
+
+    @property
+    def default_temperature(self) -> float:
+        """What applies when a call names no temperature."""
+        return 0.7 if self.name == "sample" else 0.0
+
+    def build(
+        self, lm: Any, processor: LogitsProcessor | None, min_rows: int
+    ) -> tuple[Drafter, DrafterParams]:
+        """The drafter for a loaded model, and its arrays."""
+        del lm, processor, min_rows
+        return none(), DrafterParams(own=(), shared=())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LookupConfig(StrategyConfig):
+    """Prompt lookup; see `jaxdec.drafters.lookup`."""
+
+    min_ngram: int = 1
+    max_ngram: int = 4
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rule != "match":
+            raise ValueError(
+                "rejection needs draft.log_probs, but the drafter 'lookup' proposes a "
+                "point mass; use rule='match'"
+            )
+        ngram.lookup(self.length, min_ngram=self.min_ngram, max_ngram=self.max_ngram)
+
+    def build(self, lm, processor, min_rows):
+        """The n-gram drafter; it has no arrays."""
+        del lm, processor, min_rows
+        drafter = ngram.lookup(
+            self.length, min_ngram=self.min_ngram, max_ngram=self.max_ngram
+        )
+        return drafter, DrafterParams(own=(), shared=())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelfDraftConfig(StrategyConfig):
+    """The target's own first layers as draft model, sharing its arrays."""
+
+    num_layers: int = 6
+
+    def build(self, lm, processor, min_rows):
+        """A draft model of the first layers; nothing is copied."""
+        if not 1 <= self.num_layers <= lm.config.num_layers:
+            raise ValueError(
+                f"self_draft asks for {self.num_layers} layers, but the model has "
+                f"{lm.config.num_layers}; give 1 to {lm.config.num_layers}"
+            )
+        model = make_model(
+            lm.config,
+            dtype=lm.dtype,
+            cache_dtype=lm.cache_dtype,
+            min_rows=min_rows,
+            num_layers=self.num_layers,
+        )
+        drafter = drafting.draft_model(
+            model, self.length, coupled=self.rule == "match", processor=processor
+        )
+        drafter = drafter._replace(name="self_draft")
+        return drafter, DrafterParams(own=None, shared=lm.params)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftModelConfig(StrategyConfig):
+    """Another causal LM with the same tokenizer as draft model."""
+
+    draft: Any = None
+    """A loaded `LM`; compared by identity."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not hasattr(self.draft, "params"):
+            raise ValueError(
+                f"draft_model needs a loaded model, got {self.draft!r}; pass "
+                "draft_model(jaxdec.load(...))"
+            )
+
+    def build(self, lm, processor, min_rows):
+        """The draft model, after checking that it speaks the target's tokens."""
+        draft = self.draft
+        if lm.tokenizer is not None and draft.tokenizer is not None:
+            difference = lm.tokenizer.compatible(draft.tokenizer)
+            if difference is not None:
+                raise ValueError(
+                    f"draft model and target have different tokenizers: {difference}; "
+                    "use a draft model with the target's tokenizer"
+                )
+        if draft.config.vocab_size != lm.config.vocab_size:
+            raise ValueError(
+                f"the draft model has {draft.config.vocab_size} tokens and the target "
+                f"{lm.config.vocab_size}; use a draft model with the same vocabulary"
+            )
+        model = make_model(
+            draft.config,
+            dtype=draft.dtype,
+            cache_dtype=draft.cache_dtype,
+            min_rows=min_rows,
+        )
+        drafter = drafting.draft_model(
+            model, self.length, coupled=self.rule == "match", processor=processor
+        )
+        return drafter, DrafterParams(own=draft.params, shared=())
+
+
+def greedy() -> StrategyConfig:
+    """Plain decoding at temperature 0."""
+    return StrategyConfig(name="greedy")
+
+
+def sample() -> StrategyConfig:
+    """Plain decoding at the request's temperature."""
+    return StrategyConfig(name="sample")
+
+
+def lookup(length: int = 6, *, min_ngram: int = 1, max_ngram: int = 4) -> LookupConfig:
+    """Prompt lookup of `length` tokens after a match of `min_ngram` or more."""
+    return LookupConfig(
+        name="lookup", length=length, min_ngram=min_ngram, max_ngram=max_ngram
+    )
+
+
+def self_draft(
+    num_layers: int = 6, *, length: int = 4, rule: Rule = "match"
+) -> SelfDraftConfig:
+    """Drafts with the target's first `num_layers` layers, its norm and its head."""
+    return SelfDraftConfig(
+        name="self_draft", length=length, rule=rule, num_layers=num_layers
+    )
+
+
+def draft_model(draft: Any, *, length: int = 4, rule: Rule = "match"):
+    """Drafts with another loaded model of the same tokenizer."""
+    return DraftModelConfig(name="draft_model", length=length, rule=rule, draft=draft)
+
+
+BY_NAME = {
+    "greedy": greedy,
+    "sample": sample,
+    "lookup": lookup,
+    "self_draft": self_draft,
+}
+"""Strategies that need no further model, by name."""
+
+
+def resolve(
+    strategy: str | StrategyConfig, draft_length: int | None = None
+) -> StrategyConfig:
+    """The configuration that a name stands for.
+
+    Args:
+        strategy: a name, or a configuration (returned as it is).
+        draft_length: K instead of the default.
+
+    Raises:
+        ValueError: an unknown name, or a draft length for a strategy without drafts.
+    """
+    if isinstance(strategy, str):
+        if strategy not in BY_NAME:
+            hint = ""
+            if strategy == "draft_model":
+                hint = "; draft_model needs a model: jaxdec.draft_model(other_lm)"
+            raise ValueError(
+                f"unknown strategy {strategy!r}; use one of {', '.join(BY_NAME)}{hint}"
+            )
+        strategy = BY_NAME[strategy]()
+    elif not isinstance(strategy, StrategyConfig):
+        raise ValueError(
+            f"a strategy is a name or a configuration such as jaxdec.lookup(length=6), "
+            f"got {strategy!r}"
+        )
+    if draft_length is None:
+        return strategy
+    if strategy.length == 0:
+        raise ValueError(
+            f"strategy {strategy.name!r} drafts nothing, so draft_length "
+            f"{draft_length} has no meaning; leave it out"
+        )
+    return dataclasses.replace(strategy, length=draft_length)

@@ -1,0 +1,562 @@
+"""Text in, text out: `generate` and `stream`.
+
+Input is checked before any model call. A batch of requests with different prompts,
+lengths, temperatures, limits and seeds is one call of one compiled program. The host
+looks at the tokens only where it must: after the first step (time to first token), and
+every few steps where stop strings or a stream ask for text.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdec import counts, measure
+from jaxdec.cache import round_capacity
+from jaxdec.decoding import PREFILL_CHUNK
+from jaxdec.detokenize import TextStream
+from jaxdec.evidence import Evidence
+from jaxdec.lm import LM
+from jaxdec.program import (
+    SEGMENT,
+    Program,
+    ProgramKey,
+    bucket,
+    make_request,
+)
+from jaxdec.rounding import EXACT_WIDTH, WIDTHS, plain_rows
+from jaxdec.sampling import make_sampling_params
+from jaxdec.strategies import StrategyConfig, resolve
+from jaxdec.types import FinishReason, LogitsProcessor, Request, StepInfo
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, token ids, or a conversation of role/content messages."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generated:
+    """One answer."""
+
+    text: str
+    """Without stop token, stop string and special tokens."""
+    tokens: tuple[int, ...]
+    """As emitted: a stop token, or the token that completed a stop string, is last."""
+    finish_reason: str
+    logprobs: tuple[float, ...] | None = None
+    """Of each token under the raw logits, if asked for."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    """Of each place, the likeliest tokens and their log-probabilities."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outputs(Sequence[Generated]):
+    """The answers of a call, in order, and the evidence of how they came about."""
+
+    items: tuple[Generated, ...]
+    run: "Run"
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+    def __len__(self):
+        return len(self.items)
+
+    @functools.cached_property
+    def evidence(self) -> Evidence:
+        """Measured when first asked for: costs and perplexity take model calls."""
+        return measure.evidence(self.run, self.items)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """A checked call: all that is needed to run it."""
+
+    lm: LM
+    config: StrategyConfig
+    key: ProgramKey
+    request: Request
+    prompts: tuple[tuple[int, ...], ...]
+    max_new_tokens: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    stop_tokens: tuple[int, ...]
+    seeds: tuple[Any, ...]
+    sampling: Mapping[str, Any]
+    output_format: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a call left behind: raw material of the evidence."""
+
+    call: Call
+    program: Program
+    info: StepInfo
+    """Host arrays ``[B, steps, ...]``, cut where a stop string ended a row."""
+    finish: np.ndarray
+    compile_s: float
+    num_compilations: int
+    ttft_s: float
+    e2e_s: float
+    num_rounds: int
+
+
+def generate(
+    lm: LM,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    strategy: str | StrategyConfig = "greedy",
+    draft_length: int | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    temperature: float | Sequence[float] | None = None,
+    seed: Any = 0,
+    stop: str | Sequence[str] = (),
+    stop_tokens: Sequence[int] | None = None,
+    chat: bool | None = None,
+    system: str | None = None,
+    logprobs: int | None = None,
+    processor: LogitsProcessor | None = None,
+    exact: bool | int = False,
+    output_format: str | None = None,
+    **sampling: Any,
+) -> Outputs:
+    """Decodes every prompt with one strategy.
+
+    Args:
+        lm: from `jaxdec.load`.
+        prompts: one prompt or several: text, token ids, or role/content messages.
+        strategy: a name or a configuration such as ``jaxdec.lookup(length=6)``.
+        draft_length: draft tokens a step, instead of the strategy's own.
+        max_new_tokens: per request, or one for all; 0 calls no model.
+        temperature: 0 is greedy. None is 0.7 for ``"sample"`` and 0 otherwise.
+        seed: a whole number or a JAX key, or one per request; the same seed gives the
+            same tokens whatever the strategy (with the rule ``match``) and the batch.
+        stop: stop strings; the text ends before the first one found.
+        stop_tokens: ids that end an answer; None takes the model's own.
+        chat: whether to apply the chat template to text; None does if there is one.
+        system: system message for chat prompts given as text.
+        logprobs: None, or how many likeliest tokens to report at each place (0: only
+            the emitted token's).
+        processor: custom pure ``(tokens[L], length, logits[V]) -> logits[V]``; a new
+            function object is one compilation.
+        exact: pad every forward, plain decoding's too, to one class of row counts, so
+            that every strategy equals plain decoding bit for bit. True covers 16 rows
+            (requests times nodes); a number covers that many.
+        output_format: ``"json"`` or a regular expression that each text should match;
+            the evidence then has a success rate.
+        **sampling: see `jaxdec.sampling_params.make_sampling_params`.
+
+    Raises:
+        ValueError: bad input, before any model call.
+    """
+    call = check(
+        lm,
+        prompts,
+        strategy=strategy,
+        draft_length=draft_length,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop=stop,
+        stop_tokens=stop_tokens,
+        chat=chat,
+        system=system,
+        logprobs=logprobs,
+        processor=processor,
+        exact=exact,
+        output_format=output_format,
+        **sampling,
+    )
+    return execute(call)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What a stream yields: text that is certain, and the tokens behind it."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str | None = None
+    """Set on the last piece."""
+
+
+def stream(
+    lm: LM, prompt: Prompt, *, segment: int = 4, **options: Any
+) -> Iterator[Piece]:
+    """Decodes one prompt and yields text as it becomes certain.
+
+    Pieces are valid UTF-8 and never hold part of a stop string; together they are the
+    text that `generate` returns.
+
+    Args:
+        lm: from `jaxdec.load`.
+        prompt: as for `generate`.
+        segment: steps between two looks at the tokens, 1 to 8.
+        **options: as for `generate`.
+
+    Raises:
+        ValueError: bad input, when the first piece is asked for.
+    """
+    if not 1 <= segment <= SEGMENT:
+        raise ValueError(f"segment must be 1 to {SEGMENT} steps, got {segment}")
+    call = check(lm, prompt, single=True, **options)
+    texts = [TextStream(lm.tokenizer, call.stop_strings)]
+    done = None
+    for done in _segments(call, texts, segment):
+        if done.pieces[0].text or done.pieces[0].tokens:
+            yield done.pieces[0]
+    rest = texts[0].finish()
+    yield Piece(text=rest, tokens=(), finish_reason=_label(done.finish[0]))
+
+
+def check(
+    lm: LM,
+    prompts: Any,
+    *,
+    strategy: str | StrategyConfig = "greedy",
+    draft_length: int | None = None,
+    max_new_tokens: Any = 128,
+    temperature: Any = None,
+    seed: Any = 0,
+    stop: str | Sequence[str] = (),
+    stop_tokens: Sequence[int] | None = None,
+    chat: bool | None = None,
+    system: str | None = None,
+    logprobs: int | None = None,
+    processor: LogitsProcessor | None = None,
+    exact: bool | int = False,
+    output_format: str | None = None,
+    single: bool = False,
+    observe: Any = None,
+    accept: Any = None,
+    capacity: int | None = None,
+    num_slots: int | None = None,
+    **sampling: Any,
+) -> Call:
+    """Checks a call of `generate` and turns it into arrays; no model runs.
+
+    `observe` and `accept` go to `jaxdec.decoding.speculative`; `single` takes
+    `prompts` as one prompt; `capacity` and `num_slots` ask for larger buffers than the
+    call needs, so that calls of different sizes share one program.
+    """
+    config = resolve(strategy, draft_length)
+    if single or is_single(prompts):
+        prompts = [prompts]
+    if len(prompts) == 0:
+        raise ValueError("no prompts: got an empty list; give at least one")
+    ids = [encode(lm, p, chat, system, row) for row, p in enumerate(prompts)]
+    batch = len(ids)
+    limits = _per_request("max_new_tokens", max_new_tokens, batch)
+    for row, limit in enumerate(limits):
+        if not isinstance(limit, int | np.integer) or limit < 0:
+            raise ValueError(
+                f"max_new_tokens must be a whole number of at least 0, got {limit!r} "
+                f"for request {row}"
+            )
+    longest = max(len(p) + n for p, n in zip(ids, limits, strict=True))
+    if longest > lm.config.max_positions:
+        row = max(range(batch), key=lambda r: len(ids[r]) + limits[r])
+        raise ValueError(
+            f"request {row} needs {longest} positions ({len(ids[row])} prompt tokens + "
+            f"{limits[row]} new), but the model has {lm.config.max_positions}; shorten "
+            "the prompt or lower max_new_tokens"
+        )
+    stops = list(lm.stop_tokens if stop_tokens is None else stop_tokens)
+    for token in stops:
+        if not 0 <= int(token) < lm.config.vocab_size:
+            raise ValueError(
+                f"stop token {token} is outside the vocabulary of "
+                f"{lm.config.vocab_size} tokens"
+            )
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if any(not isinstance(s, str) or not s for s in strings):
+        raise ValueError(f"stop strings must be non-empty text, got {strings!r}")
+    if strings and lm.tokenizer is None:
+        raise ValueError("stop strings need a tokenizer, and this model has none")
+    temperature = _temperature(config, temperature)
+    params = make_sampling_params(
+        batch,
+        temperature=temperature,
+        vocab_size=lm.config.vocab_size,
+        **sampling,
+    )
+    exact_width = 0
+    if exact:
+        least = EXACT_WIDTH if exact is True else int(exact)
+        exact_width = max(least, batch * (config.length + 1))
+        plain_rows(lm, exact_width)  # Says so now if the device has no such class.
+    headroom = max(config.length + 1, PREFILL_CHUNK, max(WIDTHS) if exact else 0)
+    most = round_capacity(lm.config.max_positions + headroom)
+    key = ProgramKey(
+        config=config,
+        batch_size=batch,
+        capacity=max(min(bucket(longest + headroom, 512), most), capacity or 0),
+        num_slots=max(bucket(max(*limits, 1), 64), num_slots or 0),
+        num_stop_slots=bucket(len(stops), 4),
+        num_bias_slots=params.bias_tokens.shape[1],
+        num_logprobs=logprobs,
+        processor=processor,
+        exact_width=exact_width,
+        observe=observe,
+        accept=accept,
+    )
+    seeds = _per_request("seed", seed, batch)
+    request = make_request(
+        prompts=ids,
+        max_new_tokens=[int(n) for n in limits],
+        stop_tokens=[[int(t) for t in stops]] * batch,
+        seeds=seeds,
+        max_draft_length=config.length,
+        sampling=params,
+        capacity=key.capacity,
+        num_stop_slots=key.num_stop_slots,
+    )
+    return Call(
+        lm=lm,
+        config=config,
+        key=key,
+        request=request,
+        prompts=tuple(tuple(p) for p in ids),
+        max_new_tokens=tuple(int(n) for n in limits),
+        stop_strings=strings,
+        seeds=tuple(seeds),
+        stop_tokens=tuple(int(t) for t in stops),
+        sampling={"temperature": temperature, **sampling},
+        output_format=output_format,
+    )
+
+
+def encode(
+    lm: LM, prompt: Prompt, chat: bool | None, system: str | None, row: int
+) -> list[int]:
+    """Token ids of a prompt.
+
+    Raises:
+        ValueError: nothing in it, ids that are no tokens, or text without a tokenizer.
+    """
+    where = f"request {row}"
+    if not isinstance(prompt, str) and not (
+        len(prompt) and isinstance(prompt[0], Mapping)
+    ):
+        ids = list(prompt)
+        bad = [t for t in ids if not isinstance(t, int | np.integer)]
+        if bad:
+            raise ValueError(
+                f"{where}: token ids must be whole numbers, got {bad[0]!r}; pass text "
+                "as a string"
+            )
+    elif lm.tokenizer is None:
+        raise ValueError(
+            f"{where}: the prompt is text, but this model has no tokenizer; pass ids"
+        )
+    else:
+        ids = _encode_text(lm, prompt, chat, system, where)
+    if not ids:
+        raise ValueError(
+            f"{where}: the prompt is empty (no tokens); give at least one token"
+        )
+    bad = [t for t in ids if not 0 <= int(t) < lm.config.vocab_size]
+    if bad:
+        raise ValueError(
+            f"{where}: token id {bad[0]} is outside the vocabulary of "
+            f"{lm.config.vocab_size} tokens (0 to {lm.config.vocab_size - 1})"
+        )
+    return [int(t) for t in ids]
+
+
+def _encode_text(lm, prompt, chat, system, where) -> list[int]:
+    messages = prompt
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise ValueError(
+                f"{where}: the prompt is empty, got {prompt!r}; give some text"
+            )
+        use_chat = lm.tokenizer.is_chat if chat is None else chat
+        if not use_chat:
+            if system is not None:
+                raise ValueError(
+                    f"{where}: a system message needs a chat model; leave it out, or "
+                    "put it into the prompt"
+                )
+            return lm.tokenizer.encode(prompt)
+        messages = [{"role": "user", "content": prompt}]
+        if system is not None:
+            messages = [{"role": "system", "content": system}, *messages]
+    text = lm.tokenizer.apply_chat(messages)
+    return lm.tokenizer.encode(text, add_special_tokens=False)
+
+
+def execute(call: Call) -> Outputs:
+    """Runs a checked call to its end."""
+    texts = [TextStream(call.lm.tokenizer, call.stop_strings) for _ in call.prompts]
+    # Without stop strings nobody needs to look before the end.
+    segment = SEGMENT if call.stop_strings else call.key.num_slots
+    done = None
+    for segment_done in _segments(call, texts, segment):
+        done = segment_done
+    if call.lm.tokenizer is not None:
+        for text in texts:
+            text.finish()
+    items = tuple(
+        Generated(
+            text=texts[row].text,
+            tokens=tuple(done.tokens[row]),
+            finish_reason=_label(done.finish[row]),
+            **_logprobs(call, done, row),
+        )
+        for row in range(len(call.prompts))
+    )
+    return Outputs(items=items, run=done.run)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Segment:
+    """Where a call stands after a segment."""
+
+    pieces: list[Piece]
+    tokens: list[list[int]]
+    finish: np.ndarray
+    run: Run
+
+
+def _segments(call: Call, texts: list[TextStream], segment: int) -> Iterator[_Segment]:
+    """Runs a call one segment at a time; the first is one step long."""
+    batch = len(call.prompts)
+    tokens: list[list[int]] = [[] for _ in range(batch)]
+    finish = np.zeros(batch, np.int32)
+    if max(call.max_new_tokens) == 0:
+        finish[:] = FinishReason.LENGTH
+        yield _nothing(call, tokens, finish)
+        return
+    program, is_new = call.lm.program(call.key)
+    compiled = (program.compile_s, program.num_compilations) if is_new else (0.0, 0)
+    started = time.perf_counter()
+    state = program.prefill(program.params, call.request)
+    infos, ttft, num_rounds = [], 0.0, 0
+    while np.any(finish == FinishReason.NONE):
+        before = np.asarray(state.sequences.length)
+        state, info, num = program.run(state, segment if infos else 1)
+        infos.append(info)
+        num_rounds += num
+        now = time.perf_counter() - started
+        ttft = ttft or now
+        buffer = np.asarray(state.sequences.tokens)
+        after = np.asarray(state.sequences.length)
+        finish = np.asarray(state.sequences.finish).copy()
+        pieces = []
+        for row in range(batch):
+            new = buffer[row, before[row] : after[row]].tolist()
+            text = ""
+            if call.lm.tokenizer is not None:
+                text = texts[row].push(_spoken(new, finish[row]))
+                if texts[row].is_stopped:
+                    new = new[: texts[row].num_tokens - len(tokens[row])]
+                    finish[row] = FinishReason.STOP_STRING
+            tokens[row].extend(new)
+            pieces.append(Piece(text=text, tokens=tuple(new)))
+        state = state.replace(
+            sequences=state.sequences.replace(finish=jax.numpy.asarray(finish))
+        )
+        yield _Segment(
+            pieces=pieces,
+            tokens=tokens,
+            finish=finish,
+            run=Run(
+                call=call,
+                program=program,
+                info=_joined(infos, [len(t) for t in tokens]),
+                finish=finish,
+                compile_s=compiled[0],
+                num_compilations=compiled[1],
+                ttft_s=ttft,
+                e2e_s=now,
+                num_rounds=num_rounds,
+            ),
+        )
+
+
+def _spoken(tokens: list[int], finish: int) -> list[int]:
+    """Without the stop token: it ends the text and is no part of it."""
+    return tokens[:-1] if finish == FinishReason.STOP_TOKEN else tokens
+
+
+def _joined(infos: list[StepInfo], num_tokens: list[int]) -> StepInfo:
+    joined = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *infos)
+    return counts.cut(joined, np.asarray(num_tokens))
+
+
+def _nothing(call: Call, tokens, finish) -> _Segment:
+    """A call that asks for no tokens: no model runs, and there are no steps."""
+    return _Segment(
+        pieces=[Piece(text="", tokens=())] * len(tokens),
+        tokens=tokens,
+        finish=finish,
+        run=None,
+    )
+
+
+def _logprobs(call: Call, done: _Segment, row: int) -> dict:
+    num = call.key.num_logprobs
+    if num is None or done.run is None:
+        return {}
+    info = done.run.info
+    own: list[float] = []
+    top: list[tuple] = []
+    for step in np.flatnonzero(info.is_live[row]):
+        for place in range(info.num_emitted[row, step]):
+            own.append(float(info.logprobs[row, step, place]))
+            ids = info.top_tokens[row, step, place].tolist()
+            values = info.top_logprobs[row, step, place].tolist()
+            top.append(tuple(zip(ids, values, strict=True)))
+    return {"logprobs": tuple(own), "top_logprobs": tuple(top)}
+
+
+def _label(finish) -> str:
+    return FinishReason(int(finish)).label
+
+
+def is_single(prompts: Any) -> bool:
+    """Whether a call names one prompt: text, ids, or messages."""
+    if isinstance(prompts, str):
+        return True
+    return len(prompts) > 0 and isinstance(prompts[0], int | np.integer | Mapping)
+
+
+def _per_request(name: str, value: Any, batch: int) -> list:
+    if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray):
+        return [value] * batch
+    if len(value) != batch:
+        raise ValueError(
+            f"{name} has {len(value)} values for {batch} prompts; give one value, or "
+            "one per prompt"
+        )
+    return list(value)
+
+
+def row_options(sampling: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """Sampling options (all but the temperature) of one request of a call."""
+
+    def of_row(name, value):
+        # A list of bans is one value for all rows, unless it is a list per row.
+        per_row = isinstance(value, Sequence | np.ndarray) and not isinstance(
+            value, str
+        )
+        if name == "banned_tokens":
+            per_row = per_row and len(value) and not isinstance(value[0], int)
+        return value[row] if per_row else value
+
+    return {k: of_row(k, v) for k, v in sampling.items() if k != "temperature"}
+
+
+def _temperature(config: StrategyConfig, temperature: Any) -> Any:
+    if temperature is None:
+        return config.default_temperature
+    if config.name == "greedy" and np.any(np.asarray(temperature) != 0):
+        raise ValueError(
+            f"strategy 'greedy' is temperature 0, got temperature {temperature!r}; use "
+            "strategy 'sample'"
+        )
+    return temperature
