@@ -30,7 +30,12 @@ ROUNDS = 8
 REPEATS = 5
 
 
-def evidence(run: Any, items: Sequence[Any], with_costs: bool = True) -> Evidence:
+def evidence(
+    run: Any,
+    items: Sequence[Any],
+    with_costs: bool = True,
+    references: Sequence[Sequence[int]] | None = None,
+) -> Evidence:
     """The record of a run; see `jaxdec.evidence` for what its figures mean.
 
     Args:
@@ -38,6 +43,7 @@ def evidence(run: Any, items: Sequence[Any], with_costs: bool = True) -> Evidenc
         items: the answers.
         with_costs: whether to measure draft and verify cost and the perplexity, which
             takes model calls (and, once per shape, compilations that are not counted).
+        references: plain decoding's tokens of each request, for `exact_match`.
     """
     if run is None:
         raise ValueError(
@@ -93,6 +99,7 @@ def evidence(run: Any, items: Sequence[Any], with_costs: bool = True) -> Evidenc
         request_e2e_s=[run.ttft_s + later * s for s in share],
         tokens=[item.tokens for item in items],
         logprobs=logprobs,
+        references=references,
         texts=None if call.output_format is None else [item.text for item in items],
         output_format=call.output_format,
     )

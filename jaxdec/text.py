@@ -9,7 +9,7 @@ every few steps where stop strings or a stream ask for text.
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -183,11 +183,12 @@ class Piece:
 
 def stream(
     lm: LM, prompt: Prompt, *, segment: int = 4, **options: Any
-) -> Iterator[Piece]:
+) -> Generator[Piece, None, Outputs]:
     """Decodes one prompt and yields text as it becomes certain.
 
     Pieces are valid UTF-8 and never hold part of a stop string; together they are the
-    text that `generate` returns.
+    text that `generate` returns. The value of the generator (what ``yield from`` gives)
+    is what `generate` would have returned.
 
     Args:
         lm: from `jaxdec.load`.
@@ -208,6 +209,7 @@ def stream(
             yield done.pieces[0]
     rest = texts[0].finish()
     yield Piece(text=rest, tokens=(), finish_reason=_label(done.finish[0]))
+    return _outputs(call, texts, done)
 
 
 def check(
@@ -389,6 +391,10 @@ def execute(call: Call) -> Outputs:
     if call.lm.tokenizer is not None:
         for text in texts:
             text.finish()
+    return _outputs(call, texts, done)
+
+
+def _outputs(call: Call, texts: list[TextStream], done: "_Segment") -> Outputs:
     items = tuple(
         Generated(
             text=texts[row].text,
