@@ -84,7 +84,8 @@ def speculative(
 
     def prefill(params: StrategyParams, request: Request) -> DecodeState:
         """Reads all but the last prompt token, in chunks, and tells the drafter."""
-        sequences = _begin(request, capacity)
+        room = min(capacity - headroom, model.max_positions)
+        sequences = _begin(request, capacity, room)
         batch = request.prompt.shape[0]
         to_read = sequences.length - 1
         padded = jnp.pad(sequences.tokens, ((0, 0), (0, prefill_chunk + 1)))
@@ -241,10 +242,15 @@ def jit_programs(strategy: Strategy, num_slots: int) -> Programs:
     )
 
 
-def _begin(request: Request, capacity: int) -> Sequences:
-    """Sequences that hold the prompts; a row with nothing to generate is finished."""
+def _begin(request: Request, capacity: int, longest: int) -> Sequences:
+    """Sequences that hold the prompts; a row with nothing to generate is finished.
+
+    No row grows past `longest`: a write past the end of a buffer would be clamped, and
+    so land on what is already there.
+    """
     length = request.prompt_length
-    limit = length + request.max_new_tokens
+    budget = jnp.minimum(request.max_new_tokens, longest - length)
+    limit = length + jnp.maximum(budget, 0)
     room = capacity - request.prompt.shape[1]
     finish = jnp.where(limit > length, FinishReason.NONE, FinishReason.LENGTH)
     return Sequences(

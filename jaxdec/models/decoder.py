@@ -26,19 +26,18 @@ class Decoder(nnx.Module):
         shape = (config.vocab_size, config.hidden_size)
         table = jax.random.normal(rngs.params(), shape, jnp.float32)
         self.embedding = nnx.Param((table * shape[1] ** -0.5).astype(dtype))
-        self.positions = None
-        if config.learned_positions:
-            shape = (config.max_positions, config.hidden_size)
-            self.positions = nnx.Param(jnp.zeros(shape, dtype))
+        # One assignment each: Flax fixes an attribute as static when it is None first.
+        shape = (config.max_positions, config.hidden_size)
+        has_positions = config.learned_positions
+        self.positions = nnx.Param(jnp.zeros(shape, dtype)) if has_positions else None
         self.layers = nnx.List(
             [Block(config, layer, **kw) for layer in range(config.num_layers)]
         )
         self.norm = Norm(config.hidden_size, eps=config.norm_eps, kind=config.norm)
-        self.head = None
-        if not config.tie_embeddings:
-            # [V, E] like the embedding, whatever the layout of the other matrices.
-            kw = dict(dtype=dtype, out_first=True, rngs=rngs)
-            self.head = Linear(config.hidden_size, config.vocab_size, bias=False, **kw)
+        # [V, E] like the embedding, whatever the layout of the other matrices.
+        kw = dict(bias=False, dtype=dtype, out_first=True, rngs=rngs)
+        shape = (config.hidden_size, config.vocab_size)
+        self.head = None if config.tie_embeddings else Linear(*shape, **kw)
 
     def embed(self, tokens, position):
         """Tap 0: the residual stream that enters the first layer."""

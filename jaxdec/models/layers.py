@@ -107,10 +107,8 @@ class Attention(nnx.Module):
         self.out = Linear(
             heads * width, config.hidden_size, bias=config.output_bias, **kw
         )
-        self.query_norm = self.key_norm = None
-        if config.qk_norm:
-            self.query_norm = Norm(width, eps=config.norm_eps)
-            self.key_norm = Norm(width, eps=config.norm_eps)
+        self.query_norm = Norm(width, eps=config.norm_eps) if config.qk_norm else None
+        self.key_norm = Norm(width, eps=config.norm_eps) if config.qk_norm else None
 
     def __call__(self, x, cos_sin, keys, values, length, position, mask):
         batch, num, _ = x.shape

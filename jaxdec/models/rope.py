@@ -73,7 +73,7 @@ def attention_factor(rope: RopeConfig) -> float:
 
 def rotation(
     rope: RopeConfig, head_dim: int, position: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T D/2"], Float[Array, "B T D/2"]]:
+) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
     """Cosine and sine of every position's angles, float32."""
     table = jnp.asarray(inverse_frequencies(rope, head_dim), jnp.float32)
     angle = position[..., None].astype(jnp.float32) * table[None, None, :]
@@ -83,7 +83,7 @@ def rotation(
 
 def rotate(
     x: Float[Array, "B T H D"],
-    cos_sin: tuple[Float[Array, "B T D/2"], Float[Array, "B T D/2"]],
+    cos_sin: tuple[Float[Array, "B T half"], Float[Array, "B T half"]],
 ) -> Float[Array, "B T H D"]:
     """Rotates every head by its position."""
     cos, sin = (part[:, :, None, :] for part in cos_sin)
