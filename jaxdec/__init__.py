@@ -10,6 +10,7 @@ print(out[0].text, out.evidence.tokens_per_step)
 __version__ = "0.1.0"
 
 from jaxdec import acceptance, draft_length, drafters, models, sampling, tree
+from jaxdec.certify import certify
 from jaxdec.decoding import autoregressive, jit_programs, speculative
 from jaxdec.lm import LM, load
 from jaxdec.strategies import (
@@ -44,6 +45,7 @@ __all__ = [
     "Generated",
     "Outputs",
     "Piece",
+    "certify",
     "generate",
     "load",
     "stream",

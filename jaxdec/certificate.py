@@ -70,6 +70,8 @@ class Mismatch:
     """Score of the plain token minus that of the emitted one; None if infinite or NaN
     (the plain step had ruled the emitted token out)."""
     kind: Literal["tie", "boundary_tie", "divergence"]
+    request: int = 0
+    """Which output it is in."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,7 @@ def classify_position(
     tolerance: float,
     boundary_distance: Float[np.ndarray, "N"] | None = None,
     position: Int[np.ndarray, "N"] | None = None,
+    request: int = 0,
 ) -> Classification:
     """Says of every position whether plain decoding agrees; see the module docstring.
 
@@ -101,6 +104,7 @@ def classify_position(
         boundary_distance: How far, in log-probability, the nearer of the two tokens is
             from the nearest cut-off of the filters; None (or inf) without filters.
         position: Index of each entry in its sequence; 0, 1, ... by default.
+        request: Which output this is.
     """
     if (gap < 0).any():
         raise ValueError(
@@ -125,6 +129,7 @@ def classify_position(
             emitted_token=int(emitted[i]),
             gap=float(gap[i]) if np.isfinite(gap[i]) else None,
             kind=str(labels[i]),
+            request=request,
         )
         for i in np.flatnonzero(~is_same)
     ]

@@ -4,6 +4,7 @@ lm = jaxdec.load("smollm2", dtype="bfloat16")
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from jaxdec.io.tokenizer import Tokenizer
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.weights import params_from_tensors
 from jaxdec.program import Program, ProgramKey, compile_program
+from jaxdec.rounding import measure_classes
 from jaxdec.types import Params
 
 
@@ -49,6 +51,11 @@ class LM:
             return self.programs[key], False
         self.programs[key] = compile_program(self, key)
         return self.programs[key], True
+
+    @functools.cached_property
+    def row_classes(self) -> tuple[tuple[int, ...], ...]:
+        """Row counts that round alike on this device; see `jaxdec.rounding`."""
+        return measure_classes(self.params, self.dtype)
 
     @property
     def num_params(self) -> int:

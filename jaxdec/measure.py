@@ -79,7 +79,7 @@ def evidence(
                 "strategy": call.config.name,
                 "draft_length": call.config.length,
                 "rule": call.config.rule,
-                "exact": call.key.exact,
+                "exact": bool(call.key.exact_width),
                 "dtype": lm.dtype,
                 "max_new_tokens": max(call.max_new_tokens),
                 "stop": list(call.stop_strings),
@@ -141,9 +141,9 @@ def _measure_costs(lm: Any, program: Program) -> tuple[float, float]:
     strategy = program.strategy
     state = _warm_state(lm, program)
     drafter, _ = program.key.config.build(
-        lm, program.key.processor, target_model(lm, program.key.exact).min_rows
+        lm, program.key.processor, target_model(lm, program.key).min_rows
     )
-    model = target_model(lm, program.key.exact, drafter.taps)
+    model = target_model(lm, program.key, drafter.taps)
     batch = state.sequences.length.shape[0]
     num = strategy.max_length
 
@@ -244,13 +244,12 @@ def _abstract_state(lm: Any, program: Program) -> DecodeState:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("model",))
-def _score(params, tokens, length, *, model: Model):
-    """Log-probability of ``tokens[:, i + 1]`` after ``tokens[:, :i + 1]``."""
+@functools.partial(jax.jit, static_argnames=("model", "chunk", "reduce_fn"))
+def _teacher_forced(params, tokens, length, *, model: Model, chunk: int, reduce_fn):
+    """``reduce_fn(logits, next tokens)`` at every place, `chunk` rows a forward."""
     batch, size = tokens.shape
-    chunk = PREFILL_CHUNK
     offset = jnp.arange(chunk, dtype=jnp.int32)
-    padded = jnp.pad(tokens, ((0, 0), (0, 1)))
+    padded = jnp.pad(tokens, ((0, 0), (0, chunk + 1)))
 
     def read(i, carry):
         cache, found = carry
@@ -259,19 +258,49 @@ def _score(params, tokens, length, *, model: Model):
         position = jnp.broadcast_to(start + offset, (batch, chunk))
         cache, output = model.forward(params, cache, window[:, :-1], position, None)
         cache = cache.commit(None, jnp.full((batch,), chunk, jnp.int32))
-        own, _, _ = sampling.token_logprobs(output.logits, window[:, 1:], 0)
+        own = reduce_fn(output.logits, window[:, 1:])
         found = jax.lax.dynamic_update_slice_in_dim(found, own, start, axis=1)
         return cache, found
 
     num = (jnp.max(length) + chunk - 1) // chunk
-    empty = jnp.zeros((batch, size), jnp.float32)
-    _, found = jax.lax.fori_loop(0, num, read, (model.init_cache(batch, size), empty))
+    empty = jnp.zeros((batch, size + chunk), jnp.float32)
+    cache = model.init_cache(batch, size + chunk)
+    _, found = jax.lax.fori_loop(0, num, read, (cache, empty))
     return found
+
+
+def _own_logprob(logits, tokens):
+    return sampling.token_logprobs(logits, tokens, 0)[0]
+
+
+def _top_gap(logits, tokens):
+    del tokens
+    first, best = sampling.first_max(logits)
+    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    _, second = sampling.first_max(
+        jnp.where(index == first[..., None], -jnp.inf, logits)
+    )
+    return best - second
 
 
 @functools.cache
 def _scoring_model(config, dtype, cache_dtype):
     return make_model(config, dtype=dtype, cache_dtype=cache_dtype)
+
+
+def _read(lm: Any, tokens: Sequence[int], chunk: int, reduce_fn) -> np.ndarray:
+    """`reduce_fn` at every place of one sequence; one program per bucket of lengths."""
+    buffer = np.zeros((1, bucket(len(tokens) + 1, 256)), np.int32)
+    buffer[0, : len(tokens)] = tokens
+    found = _teacher_forced(
+        lm.params,
+        jnp.asarray(buffer),
+        jnp.asarray([len(tokens)], jnp.int32),
+        model=_scoring_model(lm.config, lm.dtype, lm.cache_dtype),
+        chunk=chunk,
+        reduce_fn=reduce_fn,
+    )
+    return np.asarray(found)[0, : len(tokens)]
 
 
 def score(
@@ -282,23 +311,20 @@ def score(
     Raw logits, as sampling parameters leave them alone; one request at a time, so that
     one compiled program serves any number of them.
     """
-    model = _scoring_model(lm.config, lm.dtype, lm.cache_dtype)
-    longest = max(len(p) + len(o) for p, o in zip(prompts, outputs, strict=True))
-    size = bucket(longest + 1, 256)
     scores = []
     for prompt, output in zip(prompts, outputs, strict=True):
-        tokens = np.zeros((1, size), np.int32)
-        both = [*prompt, *output]
-        tokens[0, : len(both)] = both
-        found = _score(
-            lm.params,
-            jnp.asarray(tokens),
-            jnp.asarray([len(both)], jnp.int32),
-            model=model,
-        )
+        found = _read(lm, [*prompt, *output], PREFILL_CHUNK, _own_logprob)
         first = len(prompt) - 1
-        scores.append(np.asarray(found)[0, first : first + len(output)].tolist())
+        scores.append(found[first : first + len(output)].tolist())
     return scores
+
+
+def row_gaps(lm: Any, tokens: Sequence[int], num_rows: int) -> np.ndarray:
+    """Gap between the two largest logits at every place, read `num_rows` at a time.
+
+    The difference between two widths is what rounding does to the gap.
+    """
+    return _read(lm, tokens, num_rows, _top_gap)
 
 
 def _num_bytes(tree: Any) -> int:

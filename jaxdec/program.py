@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdec import decoding
+from jaxdec import decoding, rounding
 from jaxdec.models.decoder import make_model
 from jaxdec.sampling import make_sampling_params
 from jaxdec.strategies import StrategyConfig
@@ -32,14 +32,6 @@ from jaxdec.types import (
 SEGMENT = 8
 """Steps between looks at the text, where stop strings or a stream need them."""
 
-PLAIN_ROWS = 2
-EXACT_ROWS = 8
-"""Rows that every target forward is padded to: the default, and with `exact=True`.
-
-Row counts in one class round alike, bit for bit. Measured on CPU: 2 to 7 rows are one
-class; in bf16 all of 8 to 96 rows are another.
-"""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramKey:
@@ -53,7 +45,8 @@ class ProgramKey:
     num_bias_slots: int
     num_logprobs: int | None = None
     processor: LogitsProcessor | None = None
-    exact: bool = False
+    exact_width: int = 0
+    """Rows of the widest forward that must round like all others; 0: no exact mode."""
     observe: Callable[..., Any] | None = None
     accept: Any = None
     """Overrides the configuration's acceptance rule (the certificate's replay)."""
@@ -97,31 +90,28 @@ def bucket(value: int, smallest: int) -> int:
     return size
 
 
-def min_rows(dtype: str, exact: bool) -> int:
-    """Rows that forwards are padded to.
-
-    In float32 there is no class above 7 rows, so the exact mode keeps to 2 to 7.
-    """
-    return EXACT_ROWS if exact and dtype == "bfloat16" else PLAIN_ROWS
+def min_rows(lm: Any, key: ProgramKey) -> int:
+    """Rows that forwards are padded to, so that they round alike."""
+    return rounding.plain_rows(lm, key.exact_width or None)
 
 
-def target_model(lm: Any, exact: bool, taps: tuple[int, ...] = ()) -> Model:
-    """The target as pure functions, padded to the row class asked for."""
+def target_model(lm: Any, key: ProgramKey, taps: tuple[int, ...] = ()) -> Model:
+    """The target as pure functions, padded to the row class of a key."""
     return make_model(
         lm.config,
         dtype=lm.dtype,
         taps=taps,
         cache_dtype=lm.cache_dtype,
-        min_rows=min_rows(lm.dtype, exact),
+        min_rows=min_rows(lm, key),
     )
 
 
 def build(lm: Any, key: ProgramKey) -> tuple[Strategy, StrategyParams]:
     """The strategy of a key on a loaded model, and its arrays; compiles nothing."""
-    rows = min_rows(lm.dtype, key.exact)
+    rows = min_rows(lm, key)
     drafter, drafter_params = key.config.build(lm, key.processor, rows)
     strategy = decoding.speculative(
-        target_model(lm, key.exact, drafter.taps),
+        target_model(lm, key, drafter.taps),
         drafter,
         key.config.accept if key.accept is None else key.accept,
         capacity=key.capacity,

@@ -22,13 +22,13 @@ from jaxdec.detokenize import TextStream
 from jaxdec.evidence import Evidence
 from jaxdec.lm import LM
 from jaxdec.program import (
-    EXACT_ROWS,
     SEGMENT,
     Program,
     ProgramKey,
     bucket,
     make_request,
 )
+from jaxdec.rounding import EXACT_WIDTH, WIDTHS, plain_rows
 from jaxdec.sampling import make_sampling_params
 from jaxdec.strategies import StrategyConfig, resolve
 from jaxdec.types import FinishReason, LogitsProcessor, Request, StepInfo
@@ -82,6 +82,7 @@ class Call:
     prompts: tuple[tuple[int, ...], ...]
     max_new_tokens: tuple[int, ...]
     stop_strings: tuple[str, ...]
+    stop_tokens: tuple[int, ...]
     seeds: tuple[Any, ...]
     sampling: Mapping[str, Any]
     output_format: str | None = None
@@ -118,7 +119,7 @@ def generate(
     system: str | None = None,
     logprobs: int | None = None,
     processor: LogitsProcessor | None = None,
-    exact: bool = False,
+    exact: bool | int = False,
     output_format: str | None = None,
     **sampling: Any,
 ) -> Outputs:
@@ -142,7 +143,8 @@ def generate(
         processor: custom pure ``(tokens[L], length, logits[V]) -> logits[V]``; a new
             function object is one compilation.
         exact: pad every forward, plain decoding's too, to one class of row counts, so
-            that every strategy equals plain decoding bit for bit.
+            that every strategy equals plain decoding bit for bit. True covers 16 rows
+            (requests times nodes); a number covers that many.
         output_format: ``"json"`` or a regular expression that each text should match;
             the evidence then has a success rate.
         **sampling: see `jaxdec.sampling_params.make_sampling_params`.
@@ -227,20 +229,23 @@ def check(
     system: str | None = None,
     logprobs: int | None = None,
     processor: LogitsProcessor | None = None,
-    exact: bool = False,
+    exact: bool | int = False,
     output_format: str | None = None,
     single: bool = False,
     observe: Any = None,
     accept: Any = None,
+    capacity: int | None = None,
+    num_slots: int | None = None,
     **sampling: Any,
 ) -> Call:
     """Checks a call of `generate` and turns it into arrays; no model runs.
 
     `observe` and `accept` go to `jaxdec.decoding.speculative`; `single` takes
-    `prompts` as one prompt.
+    `prompts` as one prompt; `capacity` and `num_slots` ask for larger buffers than the
+    call needs, so that calls of different sizes share one program.
     """
     config = resolve(strategy, draft_length)
-    if single or _is_single(prompts):
+    if single or is_single(prompts):
         prompts = [prompts]
     if len(prompts) == 0:
         raise ValueError("no prompts: got an empty list; give at least one")
@@ -280,18 +285,23 @@ def check(
         vocab_size=lm.config.vocab_size,
         **sampling,
     )
-    headroom = max(config.length + 1, EXACT_ROWS, PREFILL_CHUNK)
+    exact_width = 0
+    if exact:
+        least = EXACT_WIDTH if exact is True else int(exact)
+        exact_width = max(least, batch * (config.length + 1))
+        plain_rows(lm, exact_width)  # Says so now if the device has no such class.
+    headroom = max(config.length + 1, PREFILL_CHUNK, max(WIDTHS) if exact else 0)
     most = round_capacity(lm.config.max_positions + headroom)
     key = ProgramKey(
         config=config,
         batch_size=batch,
-        capacity=min(bucket(longest + headroom, 512), most),
-        num_slots=bucket(max(*limits, 1), 64),
+        capacity=max(min(bucket(longest + headroom, 512), most), capacity or 0),
+        num_slots=max(bucket(max(*limits, 1), 64), num_slots or 0),
         num_stop_slots=bucket(len(stops), 4),
         num_bias_slots=params.bias_tokens.shape[1],
         num_logprobs=logprobs,
         processor=processor,
-        exact=exact,
+        exact_width=exact_width,
         observe=observe,
         accept=accept,
     )
@@ -315,6 +325,7 @@ def check(
         max_new_tokens=tuple(int(n) for n in limits),
         stop_strings=strings,
         seeds=tuple(seeds),
+        stop_tokens=tuple(int(t) for t in stops),
         sampling={"temperature": temperature, **sampling},
         output_format=output_format,
     )
@@ -513,7 +524,7 @@ def _label(finish) -> str:
     return FinishReason(int(finish)).label
 
 
-def _is_single(prompts: Any) -> bool:
+def is_single(prompts: Any) -> bool:
     """Whether a call names one prompt: text, ids, or messages."""
     if isinstance(prompts, str):
         return True
@@ -529,6 +540,21 @@ def _per_request(name: str, value: Any, batch: int) -> list:
             "one per prompt"
         )
     return list(value)
+
+
+def row_options(sampling: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """Sampling options (all but the temperature) of one request of a call."""
+
+    def of_row(name, value):
+        # A list of bans is one value for all rows, unless it is a list per row.
+        per_row = isinstance(value, Sequence | np.ndarray) and not isinstance(
+            value, str
+        )
+        if name == "banned_tokens":
+            per_row = per_row and len(value) and not isinstance(value[0], int)
+        return value[row] if per_row else value
+
+    return {k: of_row(k, v) for k, v in sampling.items() if k != "temperature"}
 
 
 def _temperature(config: StrategyConfig, temperature: Any) -> Any:

@@ -1,0 +1,340 @@
+"""Certifying a strategy: its tokens, replayed through the plain step.
+
+The replay *is* the plain step: the same program as plain decoding, with an acceptance
+rule that takes the next token from a script instead of sampling it. So every position
+is judged on the prefix that the strategy really emitted, and not only those before the
+first tie. What an observer records there (the plain choice, the gap between the two
+tokens, how near a filter's cut-off is, the emitted token's probability) becomes a
+`Certificate`; the rules are in `jaxdec.certificate` and `jaxdec.statistics`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdec import sampling as dist
+from jaxdec import text
+from jaxdec.certificate import (
+    Certificate,
+    Mismatch,
+    classify_position,
+    rounding_tolerance,
+)
+from jaxdec.certificate import certify as conclude
+from jaxdec.lm import LM
+from jaxdec.measure import row_gaps
+from jaxdec.rounding import EXACT_WIDTH, describe, plain_rows, rows_for
+from jaxdec.statistics import kolmogorov_smirnov, pit_values
+from jaxdec.strategies import StrategyConfig, resolve, sample
+from jaxdec.types import Acceptance, AcceptFn, Draft, Judgement, Sequences
+
+_PIT_SEED = 20_23
+
+
+def _take_script(sequences: Sequences, draft: Draft, judgement: Judgement):
+    del judgement
+    num = draft.tokens.shape[0]
+    return Acceptance(
+        path=jnp.arange(num + 1, dtype=jnp.int32),
+        num_accepted=jnp.zeros((), jnp.int32),
+        next_token=sequences.tokens[sequences.length],
+    )
+
+
+scripted = AcceptFn(name="scripted", needs_log_probs=False, accept=_take_script)
+"""Takes the next token from the buffer past `length`, where a script was put."""
+
+
+def observe_replay(sequences, nodes, output, judgement, accepted) -> dict[str, Any]:
+    """What the plain step says of the scripted token; leaves ``[B]``."""
+    adjusted = dist.adjust(sequences, nodes, output.logits)
+    return _observation(sequences, nodes, adjusted, judgement, accepted)
+
+
+def _observation(sequences, nodes, adjusted, judgement, accepted) -> dict[str, Any]:
+    params = sequences.sampling
+    vocab = adjusted.shape[-1]
+    emitted, choice = accepted.next_token, judgement.tokens[:, 0]
+    law = dist.log_probs(params, adjusted)[:, 0]
+    is_sampled = params.temperature > 0
+    temperature = jnp.where(is_sampled, params.temperature, 1.0)[:, None]
+    distance = (jnp.max(adjusted[:, 0], axis=-1, keepdims=True) - adjusted[:, 0]) / (
+        temperature
+    )
+    position = sequences.length[:, None] + nodes.depth
+    noise = dist.gumbel(sequences.key, position, vocab)[:, 0]
+    score = jnp.where(is_sampled[:, None], law + noise, -distance)
+
+    def at(values, token):
+        return jnp.take_along_axis(values, token[:, None], axis=-1)[:, 0]
+
+    gap = at(score, choice) - at(score, emitted)
+    edges = _edges(params, adjusted, law, distance)
+    near = jnp.minimum(
+        _to_edge(*edges, at(distance, choice)), _to_edge(*edges, at(distance, emitted))
+    )
+    below = jnp.arange(vocab, dtype=jnp.int32)[None] < emitted[:, None]
+    return {
+        "choice": choice,
+        "gap": gap,
+        "boundary": jnp.where(is_sampled, near, jnp.inf),
+        "prob": jnp.exp(at(law, emitted)),
+        "cdf_below": jnp.sum(jnp.where(below, jnp.exp(law), 0.0), axis=-1),
+    }
+
+
+def _edges(params, adjusted, law, distance):
+    """Where the filters cut.
+
+    Distances in nats of the last kept and of the first removed token; how far in
+    log-mass top-p is from keeping one fewer or one more; and the cut of min-p.
+    """
+    kept = law > -jnp.inf
+    last = jnp.max(jnp.where(kept, distance, -jnp.inf), axis=-1)
+    first = jnp.min(jnp.where(kept, jnp.inf, distance), axis=-1)
+    unfiltered = params.replace(
+        top_p=jnp.ones_like(params.top_p), min_p=jnp.zeros_like(params.min_p)
+    )
+    mass = jnp.exp(dist.log_probs(unfiltered, adjusted)[:, 0])
+    inside = jnp.sum(jnp.where(kept, mass, 0.0), axis=-1)
+    before = jnp.sum(jnp.where(kept & (distance < last[:, None]), mass, 0.0), axis=-1)
+    uses_top_p = params.top_p < 1
+    fewer = jnp.where(uses_top_p, jnp.log(params.top_p / before), jnp.inf)
+    more = jnp.where(uses_top_p, jnp.log(inside / params.top_p), jnp.inf)
+    floor = jnp.where(params.min_p > 0, -jnp.log(params.min_p), jnp.inf)
+    return last, first, fewer, more, floor
+
+
+def _to_edge(last, first, fewer, more, floor, distance):
+    """How far a token is from being on the other side of a cut-off; inf without."""
+    kept = distance <= last
+    across = jnp.where(kept, first - distance, distance - last)
+    by_mass = jnp.where(kept, fewer, more)
+    at_edge = jnp.where(kept, distance == last, distance == first)
+    across = jnp.where(at_edge, jnp.minimum(across, by_mass), across)
+    across = jnp.where(jnp.isfinite(first), across, jnp.inf)
+    return jnp.minimum(jnp.abs(across), jnp.abs(floor - distance))
+
+
+def certify(
+    lm: LM,
+    prompts: Any,
+    strategy: str | StrategyConfig,
+    *,
+    draft_length: int | None = None,
+    max_new_tokens: int = 96,
+    temperature: float | None = None,
+    seed: Any = 0,
+    exact: bool | int = False,
+    outputs: text.Outputs | Sequence[text.Outputs] | None = None,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Certificate:
+    """Checks that a strategy says what plain decoding says.
+
+    With the rule ``match`` every token is compared, at any temperature; a tie within
+    the rounding that this run measured is named, anything else is a failure. At
+    temperature > 0 the tokens' distribution is tested too, and with the rule
+    ``rejection``, whose tokens may differ, that test decides.
+
+    Args:
+        lm: the target.
+        prompts: as for `jaxdec.generate`; each is decoded alone.
+        strategy: what to certify.
+        draft_length: draft tokens a step, instead of the strategy's own.
+        max_new_tokens: per prompt.
+        temperature: as for `jaxdec.generate`.
+        seed: of every request; request i of a law test is decoded with ``seed + i``.
+        exact: one row class for all forwards; then no tie is allowed.
+        outputs: answers of `jaxdec.generate` to these prompts with these options, so
+            that nothing is generated again.
+        progress: told in words how far it is.
+        **options: as for `jaxdec.generate`.
+
+    Raises:
+        ValueError: bad input, as for `jaxdec.generate`.
+    """
+    config = resolve(strategy, draft_length)
+    if text.is_single(prompts):
+        prompts = [prompts]
+    if isinstance(outputs, text.Outputs):
+        outputs = [outputs]
+    if outputs is None:
+        outputs = []
+        for i, prompt in enumerate(prompts):
+            if progress:
+                progress(f"{config.name}: decoding prompt {i + 1} of {len(prompts)}")
+            outputs.append(
+                text.generate(
+                    lm,
+                    [prompt],
+                    strategy=config,
+                    max_new_tokens=max_new_tokens,
+                    temperature=temperature,
+                    seed=seed + i if isinstance(seed, int) else seed,
+                    exact=exact,
+                    **options,
+                )
+            )
+    answers = [
+        (o.run.call, row, item.tokens)
+        for o in outputs
+        if o.run is not None
+        for row, item in enumerate(o)
+    ]
+    return _certificate(lm, config, exact, answers, progress)
+
+
+def _certificate(lm, config, exact, answers, progress) -> Certificate:
+    is_law = config.rule == "rejection"
+    is_sampled = False
+    found: list[dict[str, np.ndarray]] = []
+    ties: list[Mismatch] = []
+    divergences: list[Mismatch] = []
+    num_impossible = 0
+    tolerance, rows = 0.0, _row_class(lm, config, exact)
+    if not exact and answers:
+        call, row, tokens = max(answers, key=lambda a: len(a[2]))
+        tolerance = _tolerance(lm, config, [*call.prompts[row], *tokens])
+    for i, (call, row, tokens) in enumerate(answers):
+        if progress:
+            progress(f"{config.name}: replaying answer {i + 1} of {len(answers)}")
+        seen = replay(lm, call, row, tokens)
+        heat = _temperature_of(call, row)
+        is_sampled = is_sampled or heat > 0
+        # Logits are divided by the temperature, and with them what rounding moves.
+        allowed = tolerance / min(heat, 1.0) if heat > 0 else tolerance
+        if not is_law or heat == 0:
+            verdict = classify_position(
+                seen["choice"],
+                np.asarray(tokens, np.int32),
+                seen["gap"],
+                allowed,
+                seen["boundary"],
+                request=i,
+            )
+            ties.extend(verdict.ties)
+            divergences.extend(verdict.divergences)
+        if heat > 0:
+            never = (seen["prob"] == 0) & ~(np.abs(seen["boundary"]) < allowed)
+            num_impossible += int(never.sum())
+            found.append(seen)
+    ks = None
+    if found:
+        joined = {k: np.concatenate([f[k] for f in found]) for k in found[0]}
+        uniform = np.random.default_rng(_PIT_SEED).random(joined["prob"].size)
+        ks = kolmogorov_smirnov(
+            pit_values(
+                np.clip(joined["cdf_below"].astype(np.float64), 0, 1),
+                np.clip(joined["prob"].astype(np.float64), 0, 1),
+                uniform,
+            )
+        )
+    mode = "greedy"
+    if is_sampled:
+        mode = "law" if is_law else "sampled"
+    return conclude(
+        strategy=config.name,
+        mode=mode,
+        dtype=lm.dtype,
+        row_class=rows,
+        tolerance=tolerance,
+        num_positions=sum(len(tokens) for _, _, tokens in answers),
+        ties=ties,
+        divergences=divergences,
+        ks=ks,
+        num_impossible=num_impossible,
+    )
+
+
+def replay(
+    lm: LM, call: text.Call, row: int, tokens: Sequence[int]
+) -> dict[str, np.ndarray]:
+    """What the plain step says of every token of an answer, on that answer's prefix.
+
+    Returns:
+        Arrays over the tokens: ``choice`` (the plain step's token), ``gap`` (its score
+        minus the emitted token's: logits, at temperature > 0 log-probability plus
+        noise), ``boundary`` (nats to a filter's cut-off), ``prob`` and ``cdf_below``.
+    """
+    if not tokens:
+        names = ("choice", "gap", "boundary", "prob", "cdf_below")
+        return {name: np.zeros(0, np.float32) for name in names}
+    key = call.key
+    plain = text.check(
+        lm,
+        [list(call.prompts[row])],
+        strategy=sample(),
+        max_new_tokens=len(tokens),
+        temperature=_temperature_of(call, row),
+        seed=call.seeds[row],
+        stop_tokens=call.stop_tokens,
+        processor=key.processor,
+        exact=key.exact_width,
+        observe=_observer(key.processor),
+        accept=scripted,
+        capacity=key.capacity,
+        num_slots=key.num_slots,
+        **text.row_options(call.sampling, row),
+    )
+    program, _ = lm.program(plain.key)
+    start = len(call.prompts[row])
+    script = plain.request.prompt.at[0, start : start + len(tokens)].set(
+        jnp.asarray(tokens, jnp.int32)
+    )
+    request = plain.request.replace(prompt=script)
+    # min_new_tokens bans stop tokens by the count of generated ones, and a stop token
+    # ends a row; both are the same in the replay, for the prefix is the same.
+    state = program.prefill(program.params, request)
+    _, info, num = program.run(state, key.num_slots)
+    if num != len(tokens):
+        raise ValueError(
+            f"the replay ended after {num} of {len(tokens)} tokens; pass the options "
+            "that the answer was generated with"
+        )
+    return {name: np.asarray(leaf[0]) for name, leaf in info.observed.items()}
+
+
+_OBSERVERS: dict[Any, Callable] = {}
+
+
+def _observer(processor) -> Callable:
+    """One observer per processor, so that a program is found again by its key."""
+    if processor is None:
+        return observe_replay
+    if processor not in _OBSERVERS:
+
+        def observe(sequences, nodes, output, judgement, accepted):
+            adjusted = dist.adjust(sequences, nodes, output.logits, processor)
+            return _observation(sequences, nodes, adjusted, judgement, accepted)
+
+        _OBSERVERS[processor] = observe
+    return _OBSERVERS[processor]
+
+
+def _temperature_of(call: text.Call, row: int) -> float:
+    value = call.sampling["temperature"]
+    return float(value[row] if isinstance(value, Sequence | np.ndarray) else value)
+
+
+def _tolerance(lm: LM, config: StrategyConfig, tokens: Sequence[int]) -> float:
+    """Measured in this run, on one prefix, between plain rows and wider forwards."""
+    narrow, wide = plain_rows(lm), max(config.length + 1, 8)
+    plain, other = row_gaps(lm, tokens, narrow), row_gaps(lm, tokens, wide)
+    return rounding_tolerance(plain - other, lm.dtype)
+
+
+def _row_class(lm: LM, config: StrategyConfig, exact: bool) -> str:
+    """Which rows ran, and whether they are of one class."""
+    width = config.length + 1
+    least = EXACT_WIDTH if exact is True else int(exact)
+    rows = plain_rows(lm, max(width, least) if exact else None)
+    is_one = rows_for(lm.row_classes, max(width, rows)) in range(rows + 1)
+    return (
+        f"{rows} plain, {max(width, rows)} drafting, "
+        f"{'one class' if is_one else 'two classes'} of {describe(lm.row_classes)} on "
+        f"{jax.devices()[0].platform}"
+    )

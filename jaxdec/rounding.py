@@ -1,0 +1,116 @@
+"""Which numbers of rows round alike on this device.
+
+A matmul library chooses its kernel by the number of rows, and kernels add in different
+orders. So a forward over one token and a forward over a draft can differ in the last
+bits, and a near tie between two tokens can fall the other way: a difference that says
+nothing about the strategy. Row counts whose results are equal bit for bit form a class.
+Keeping plain decoding in the class of the drafts (by padding a row or two, which costs
+nothing where reading the weights is what takes time) removes the difference.
+
+Classes depend on the device, the dtype and the version of XLA, so they are measured, on
+the model's own matrices, the first time that they are asked for.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdec.models.decoder import prefers_out_first
+from jaxdec.models.layers import matmul
+from jaxdec.types import Params
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96)
+"""Row counts that are measured; those between are taken to be like the next larger."""
+
+EXACT_WIDTH = 16
+"""Rows that ``exact=True`` covers unless more is asked for."""
+
+COMMON = 7
+"""Rows that plain decoding shares a class with unless more is asked for: K up to 6."""
+
+
+@functools.partial(jax.jit, static_argnames=("out_first",))
+def _first_row(x, weight, *, out_first: bool):
+    return matmul(x, weight, out_first=out_first)[0]
+
+
+def measure_classes(params: Params, dtype: str) -> tuple[tuple[int, ...], ...]:
+    """Partition of `WIDTHS` into classes that round alike.
+
+    Args:
+        params: of a decoder; its first layer's matrices are multiplied.
+        dtype: of the weights.
+    """
+    layer = params["layers"][0]
+    out_first = prefers_out_first(dtype)
+    signature: dict[int, list[bytes]] = {width: [] for width in WIDTHS}
+    for weight in (layer["attention"]["qkv"]["weight"], layer["mlp"]["down"]["weight"]):
+        size = weight.shape[1 if out_first else 0]
+        rows = jnp.asarray(
+            np.random.default_rng(0).standard_normal((max(WIDTHS), size)), jnp.float32
+        )
+        for width in WIDTHS:
+            found = _first_row(rows[:width], weight, out_first=out_first)
+            signature[width].append(np.asarray(found).tobytes())
+    classes: dict[tuple[bytes, ...], list[int]] = {}
+    for width in WIDTHS:
+        classes.setdefault(tuple(signature[width]), []).append(width)
+    return tuple(tuple(c) for c in classes.values())
+
+
+def rows_for(classes: Sequence[Sequence[int]], width: int) -> int | None:
+    """Fewest rows, at least 2, that round like all row counts from there to `width`.
+
+    >>> classes = ((1,), (2,), (3, 4, 5, 6, 7, 8, 9, 12, 16), (24, 32, 48, 64, 96))
+    >>> rows_for(classes, 7), rows_for(classes, 20), rows_for(classes, 97)
+    (3, 24, None)
+
+    Returns:
+        None where no class reaches `width`.
+    """
+    wanted = next((w for w in WIDTHS if w >= width), None)
+    if wanted is None:
+        return None
+    home = next(set(c) for c in classes if wanted in c)
+    best = wanted
+    for candidate in sorted((w for w in WIDTHS if 2 <= w <= wanted), reverse=True):
+        if candidate not in home:
+            break
+        best = candidate
+    return best
+
+
+def describe(classes: Sequence[Sequence[int]]) -> str:
+    """The classes in words.
+
+    >>> describe(((1,), (2,), (3, 4, 5)))
+    '1 | 2 | 3..5'
+    """
+    return " | ".join(str(c[0]) if len(c) == 1 else f"{c[0]}..{c[-1]}" for c in classes)
+
+
+def plain_rows(lm: Any, exact_width: int | None = None) -> int:
+    """Rows that every forward of a model is padded to.
+
+    Args:
+        lm: the model; it keeps its classes once they are measured.
+        exact_width: the widest forward that must round like all others; None is the
+            default, which covers K up to 6 and never asks for more.
+
+    Raises:
+        ValueError: no class reaches `exact_width`.
+    """
+    if exact_width is None:
+        return rows_for(lm.row_classes, COMMON) or 2
+    rows = rows_for(lm.row_classes, max(exact_width, COMMON))
+    if rows is None:
+        raise ValueError(
+            f"exact=True needs {exact_width} rows to round like fewer, but the classes "
+            f"on this device are {describe(lm.row_classes)}; draft fewer tokens, or "
+            "leave exact out and read the ties in the certificate"
+        )
+    return rows

@@ -1,0 +1,169 @@
+"""What XLA makes of the programs, on CPU and, ahead of time, for a TPU.
+
+A copy of a cache inside the decode loop costs more than the forward it serves, and is
+invisible in the Python code; so is a host callback. These tests read the compiled text.
+"""
+
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxdec import decoding, program, strategies
+from jaxdec.drafters.draft_model import draft_model
+from jaxdec.drafters.lookup import lookup
+from jaxdec.drafters.none import none
+from jaxdec.models.config import ModelConfig
+from jaxdec.models.decoder import abstract_params, make_model
+from jaxdec.types import DrafterParams, StrategyParams
+
+BATCH, CAPACITY, SLOTS = 2, 1024, 64
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    max_positions=8192,
+    tie_embeddings=True,
+)
+CACHE_SHAPE = "[2,2,1024,32]"
+STRATEGIES = ("none", "lookup", "draft_model", "rejection")
+
+
+def build(name):
+    """A strategy at the test's shapes, and the shapes of its arrays."""
+    dtype = "bfloat16"
+    target = abstract_params(CONFIG, dtype)
+    accept = decoding.acceptance.match
+    drafter, params = none(), ()
+    if name == "lookup":
+        drafter = lookup(4)
+    elif name in ("draft_model", "rejection"):
+        first = make_model(CONFIG, dtype=dtype, num_layers=1)
+        drafter = draft_model(first, 4, coupled=name == "draft_model")
+        params = DrafterParams(own=None, shared=target)
+        if name == "rejection":
+            accept = decoding.acceptance.rejection
+    strategy = decoding.speculative(
+        make_model(CONFIG, dtype=dtype), drafter, accept, capacity=CAPACITY
+    )
+    return strategy, StrategyParams(target=target, drafter=params)
+
+
+def request_shapes():
+    key = program.ProgramKey(
+        config=strategies.lookup(4),
+        batch_size=BATCH,
+        capacity=CAPACITY,
+        num_slots=SLOTS,
+        num_stop_slots=4,
+        num_bias_slots=8,
+    )
+    return program.abstract_request(None, key)
+
+
+def compiled_texts(name, sharding=None):
+    """Optimised text of prefill and of the whole loop."""
+
+    def put(tree):
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+
+    strategy, params = build(name)
+    programs = decoding.jit_programs(strategy, SLOTS)
+    request = request_shapes()
+    state = jax.eval_shape(strategy.prefill, params, request)
+    steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+    prefill = programs.prefill.trace(put(params), put(request))
+    loop = programs.generate.trace(put(params), put(state), steps)
+    platforms = {} if sharding is None else {"lowering_platforms": ("tpu",)}
+    return {
+        "prefill": prefill.lower(**platforms).compile().as_text(),
+        "loop": loop.lower(**platforms).compile().as_text(),
+    }
+
+
+def cache_copies(text):
+    """Copies of a whole cache outside the entry computation, as HLO lines."""
+    copies, inside_entry = [], False
+    pattern = re.compile(r"= \(?\w+" + re.escape(CACHE_SHAPE) + r"\S* (copy|transpose)")
+    for line in text.splitlines():
+        if line and not line.startswith((" ", "}")):
+            inside_entry = line.startswith("ENTRY")
+        if not inside_entry and pattern.search(line):
+            copies.append(line.strip()[:120])
+    return copies
+
+
+def host_calls(text):
+    """Custom calls into Python, and transfers to or from the host."""
+    found = re.findall(r'custom_call_target="([^"]*(?:callback|python)[^"]*)"', text)
+    return found + re.findall(r" (infeed|outfeed|send|recv)\(", text)
+
+
+def test_the_checks_can_fail():
+    shape = (2, 2, 1024, 32)
+
+    def leaky(x):
+        def body(_, x):
+            return jax.lax.optimization_barrier(x.transpose(0, 1, 2, 3)[::-1]) + x
+
+        return jax.lax.fori_loop(0, 3, body, x)
+
+    def calls_back(x):
+        def host(y):
+            return y
+
+        return jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    x = jnp.zeros(shape)
+    text = (
+        "%body (p: f32[2,2,1024,32]) -> f32[2,2,1024,32] {\n"
+        "  %copy.1 = f32[2,2,1024,32]{3,2,1,0} copy(%p)\n}\n"
+        "ENTRY %main {\n  %copy.2 = f32[2,2,1024,32]{3,2,1,0} copy(%q)\n}\n"
+    )
+    assert len(cache_copies(text)) == 1
+    assert CACHE_SHAPE in jax.jit(leaky).lower(x).compile().as_text()
+    assert host_calls(jax.jit(calls_back).lower(x).compile().as_text())
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_cpu_program_copies_no_cache_in_its_loop(name):
+    for kind, text in compiled_texts(name).items():
+        assert CACHE_SHAPE in text
+        assert cache_copies(text) == [], kind
+        assert host_calls(text) == [], kind
+        assert "f64[" not in text
+
+
+@pytest.fixture(scope="module")
+def tpu():
+    """One chip of a v5e slice, described by its compiler; no device is needed."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    pytest.importorskip("libtpu", reason="the TPU compiler is not installed")
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
+    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_tpu_program_stays_on_the_chip(name, tpu):
+    for kind, text in compiled_texts(name, tpu).items():
+        assert CACHE_SHAPE in text
+        assert cache_copies(text) == [], kind
+        assert host_calls(text) == [], kind
+        assert "f64[" not in text, kind
+        assert "<=" not in re.sub(r"/\*.*?\*/|metadata=\{[^}]*\}", "", text), (
+            f"{kind} has a dynamic shape"
+        )
