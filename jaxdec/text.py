@@ -457,7 +457,7 @@ def _segments(call: Call, texts: list[TextStream], segment: int) -> Iterator[_Se
             new = buffer[row, before[row] : after[row]].tolist()
             text = ""
             if call.lm.tokenizer is not None:
-                text = texts[row].push(_spoken(new, finish[row]))
+                text = texts[row].push(_spoken(new, int(finish[row])))
                 if texts[row].is_stopped:
                     new = new[: texts[row].num_tokens - len(tokens[row])]
                     finish[row] = FinishReason.STOP_STRING
