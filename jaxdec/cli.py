@@ -6,9 +6,7 @@ stderr, so that stdout can be piped. An error that a person can mend is one mess
 without a traceback: exit status 1, or 2 if the command line itself is wrong.
 """
 
-import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import Annotated, Any
 
 import rich.box
 import rich.console
-import rich.progress
 import rich.table
 import typer
 
@@ -63,21 +60,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(terminal.run(app, arguments))
 
 
-@app.callback(invoke_without_command=True)
-def _start(
-    context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.")
-    ] = False,
-) -> None:
-    if version:
+def _version(is_wanted: bool) -> bool:
+    if is_wanted:
         import jaxdec
 
         typer.echo(f"jaxdec {jaxdec.__version__}")
         raise typer.Exit
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-        raise typer.Exit
+    return is_wanted
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    del version
 
 
 @app.command()
@@ -210,10 +211,12 @@ def compare(
         float, typer.Option(help="Of all but greedy; sample uses 0.7 where it is 0.")
     ] = 0.0,
     draft_length: DraftLength = None,
-    seed: Annotated[int, typer.Option(help="Of every request.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the first request; the next has the next.")
+    ] = 0,
     repeats: Annotated[
         int, typer.Option(help="Runs of each request; the median counts.")
-    ] = 2,
+    ] = 1,
     dtype: Dtype = "bfloat16",
     exact: Annotated[
         bool,
@@ -237,7 +240,7 @@ def compare(
     names = [name.strip() for name in strategies.split(",") if name.strip()]
     plan(names, temperature, draft_length)
     lm = _load(model, dtype)
-    with _progress_bar() as progress:
+    with terminal.progress_bar() as progress:
         comparison = run(
             lm,
             chosen,
@@ -338,23 +341,3 @@ def _print_table(
     for row in rows:
         table.add_row(*(rich.markup.escape(cell) for cell in row))
     console.print(table)
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[Any]:
-    """A bar on stderr while the block runs; a function that moves it."""
-    with rich.progress.Progress(
-        rich.progress.BarColumn(),
-        rich.progress.TaskProgressColumn(),
-        rich.progress.TimeRemainingColumn(),
-        rich.progress.TextColumn("{task.description}"),
-        console=terminal.errors(),
-        transient=True,
-        disable=not sys.stderr.isatty() and "JAXDEC_PROGRESS" not in os.environ,
-    ) as bars:
-        task = bars.add_task("starting", total=None)
-
-        def move(done: int, total: int, text: str) -> None:
-            bars.update(task, completed=done, total=total, description=text)
-
-        yield move

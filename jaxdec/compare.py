@@ -11,7 +11,6 @@ and the step lists of every request, so that each count in it can be computed ag
 """
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -22,10 +21,10 @@ from typing import Any
 from jaxdec import advice, measure, statistics
 from jaxdec.certificate import Certificate
 from jaxdec.certify import certify
-from jaxdec.evidence import Evidence, jsonable, merge
+from jaxdec.evidence import Evidence, merge
 from jaxdec.lm import LM
 from jaxdec.prompts import Prompt
-from jaxdec.report.tables import markdown
+from jaxdec.report.comparison import NOTES, NUM_SEEDS, Comparison, Entry
 from jaxdec.sampling import make_sampling_params
 from jaxdec.strategies import LookupConfig, StrategyConfig, resolve
 from jaxdec.text import Call, Outputs, check, execute
@@ -35,107 +34,6 @@ Progress = Callable[[int, int, str], None]
 
 ANY_TEXT = r"(?s)(?=.*\S)[^\ufffd]*"
 """The format that is checked if none is given: some text, and all of it valid."""
-
-NUM_SEEDS = 3
-"""Seeds whose outputs `distinct_outputs` tells apart."""
-
-NOTES = (
-    "A strategy that drafts nothing has acceptance rate 0 and no acceptance by "
-    "position: nothing was accepted, since nothing was drafted.",
-    "conditional_acceptance_by_position ends at the last position that was reached.",
-    "exact_match is the share of outputs whose tokens equal plain decoding's at the "
-    "same temperature and seed (for plain decoding itself: its own first run). A "
-    "rounding tie counts as different here; the certificate tells ties from errors.",
-    "repetition_rate is 0 where no output is long enough to repeat four tokens.",
-    "format_success_rate without an asked format: texts with something in them and no "
-    "replacement character.",
-    f"distinct_outputs counts the different outputs of the first prompt over "
-    f"{NUM_SEEDS} seeds; at temperature 0 the seed is not used, so it is 1.",
-    "Costs per step are measured alone, after the run; drafting, verifying and the "
-    "rest need not add up to the round.",
-    "Sampling changes what is said, not how fast, so 'sample' is not ranked.",
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One strategy of a comparison."""
-
-    label: str
-    """Its name in the report: the strategy's, with K where one is listed twice."""
-    config: StrategyConfig
-    temperature: float
-    reference: str
-    """Label of the plain decoding that it must equal."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """What a comparison found."""
-
-    model: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    entries: tuple[Entry, ...]
-    evidence: Mapping[str, Evidence]
-    """By label."""
-    certificates: Mapping[str, Certificate]
-    """By label; empty if none was asked for."""
-    advice: advice.Advice
-    requests: Mapping[str, tuple[Mapping[str, Any], ...]]
-    """By label, what the report adds to each request: prompt and text."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report: plain JSON values, the counts of every request among them."""
-        return self._report
-
-    @functools.cached_property
-    def _report(self) -> dict[str, Any]:
-        return {
-            "model": dict(self.model),
-            "settings": dict(self.settings),
-            "strategies": [self._strategy(entry) for entry in self.entries],
-            "certificates": {
-                label: certificate.to_dict()
-                for label, certificate in self.certificates.items()
-            },
-            "advice": jsonable(self.advice.to_dict()),
-        }
-
-    def _strategy(self, entry: Entry) -> dict[str, Any]:
-        evidence = self.evidence[entry.label]
-        fields = evidence.to_dict()
-        for record in (fields, *fields["requests"]):
-            for name in ("acceptance_rate", "repetition_rate"):
-                if name in record and record[name] is None:
-                    record[name] = 0.0
-            # What is not reached at one position is reached at no later one.
-            reached = record["conditional_acceptance_by_position"]
-            record["conditional_acceptance_by_position"] = [
-                rate for rate in reached if rate is not None
-            ]
-        fields["requests"] = [
-            {**more, **record}
-            for more, record in zip(
-                self.requests[entry.label], fields["requests"], strict=True
-            )
-        ]
-        greedy, own = self.evidence[advice.GREEDY].tpot_ms, evidence.tpot_ms
-        return {
-            "strategy": entry.label,
-            "draft_length": entry.config.length,
-            "temperature": entry.temperature,
-            "reference": entry.reference,
-            "speed_vs_greedy": greedy / own if greedy and own else None,
-            **fields,
-        }
-
-    def save(self, folder: str | Path) -> None:
-        """Writes ``report.json`` and ``report.md``."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
-        (folder / "report.json").write_text(text + "\n", encoding="utf-8")
-        (folder / "report.md").write_text(markdown(self.to_dict()), encoding="utf-8")
 
 
 def compare(
@@ -147,11 +45,11 @@ def compare(
     temperature: float = 0.0,
     seed: int = 0,
     draft_length: int | None = None,
-    repeats: int = 2,
+    repeats: int = 1,
     certify: bool = True,
     out: str | Path | None = None,
     progress: Progress | None = None,
-    exact: bool = False,
+    exact: bool | int = False,
     output_format: str | None = None,
     **sampling: Any,
 ) -> Comparison:
@@ -166,7 +64,8 @@ def compare(
         max_new_tokens: of each request, at least 2.
         temperature: of all strategies but greedy (always 0) and, where it is 0,
             ``sample`` (then 0.7).
-        seed: of every request.
+        seed: of the first request; every next one has the next number, since the
+            distribution test of a certificate needs independent requests.
         draft_length: K of all strategies that draft.
         repeats: times that each request is run; the run of median length counts.
         certify: whether to draw up a certificate of each strategy. Without one no
@@ -200,18 +99,18 @@ def compare(
                 content,
                 strategy=entry.config,
                 temperature=entry.temperature,
-                seed=seed,
+                seed=_seed(seed, row),
                 single=True,
                 output_format=ANY_TEXT if output_format is None else output_format,
                 **options,
             )
-            for _, content in items
+            for row, (_, content) in enumerate(items)
         ]
         for entry in entries
     }
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)
-    seeds = _other_seeds(seed)
+    seeds = [_seed(seed, i) for i in range(1, NUM_SEEDS)]
     num_sampled = sum(entry.temperature > 0 for entry in entries)
     step = _Steps(
         progress,
@@ -259,6 +158,7 @@ def compare(
             temperature=entry.temperature,
             seed=seed,
             outputs=chosen[entry.label],
+            progress=step.say,
             **options,
         )
     comparison = Comparison(
@@ -352,9 +252,13 @@ class _Steps:
         self.progress, self.total, self.done = progress, total, 0
 
     def __call__(self, text: str) -> None:
+        self.say(text)
+        self.done += 1
+
+    def say(self, text: str) -> None:
+        """Tells more about the unit that is under way."""
         if self.progress is not None:
             self.progress(min(self.done, self.total), self.total, text)
-        self.done += 1
 
 
 def _item(prompt: Any, number: int) -> tuple[dict[str, str], Any]:
@@ -369,9 +273,14 @@ def _digest(contents: Sequence[Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _other_seeds(seed: int) -> list[int]:
-    """More seeds, for the spread of sampled outputs; all within their range."""
-    return [(seed + i) % 2**32 for i in range(1, NUM_SEEDS)]
+def _seed(first: int, number: int) -> int:
+    """The seed that lies `number` after the first, within the range of seeds."""
+    if not isinstance(first, int) or not 0 <= first < 2**32:
+        raise ValueError(
+            f"a seed is a whole number from 0 to 2**32 - 1, got {first!r}; pass one, "
+            "and every request is given its own"
+        )
+    return (first + number) % 2**32
 
 
 def _warm_up(lm: LM, calls: Sequence[Call]) -> None:

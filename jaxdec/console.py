@@ -1,25 +1,32 @@
 """How the command meets its surroundings: JAX's start, the terminal, errors."""
 
+import contextlib
 import glob
 import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import rich.console
+import rich.progress
 import typer
 
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
+"""Exit statuses."""
+QUIET_S = 10.0
+"""Seconds between two lines of progress."""
 
 
 def run(app: typer.Typer, arguments: Sequence[str] | None) -> int:
-    """Runs a command line; returns its exit status."""
+    """Runs a command line (this process's, if None); returns its exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     command = typer.main.get_command(app)
     try:
         status = command.main(
-            None if arguments is None else list(arguments),
+            arguments or ["--help"],
             prog_name="jaxdec",
             standalone_mode=False,
         )
@@ -59,6 +66,39 @@ def errors() -> rich.console.Console:
 def notice(text: str) -> None:
     """One line about something slow that begins."""
     errors().print(text, style="dim", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr while the block runs, and the function that moves it.
+
+    Where stderr is no terminal there is a line every `QUIET_S` seconds instead.
+    """
+    if not sys.stderr.isatty():
+        said = time.monotonic()
+
+        def say(done: int, total: int, text: str) -> None:
+            nonlocal said
+            if time.monotonic() - said > QUIET_S:
+                said = time.monotonic()
+                notice(f"[{done}/{total}] {text}")
+
+        yield say
+        return
+    with rich.progress.Progress(
+        rich.progress.BarColumn(),
+        rich.progress.TaskProgressColumn(),
+        rich.progress.TimeElapsedColumn(),
+        rich.progress.TextColumn("{task.description}", markup=False),
+        console=errors(),
+        transient=True,
+    ) as bars:
+        task = bars.add_task("starting", total=None)
+
+        def move(done: int, total: int, text: str) -> None:
+            bars.update(task, completed=done, total=total, description=text)
+
+        yield move
 
 
 def prepare_jax() -> None:

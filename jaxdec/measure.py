@@ -113,8 +113,13 @@ def versions() -> dict[str, str]:
         "jax": jax.__version__,
         "flax": importlib.metadata.version("flax"),
         "python": platform.python_version(),
-        "device": f"{device.platform} {device.device_kind}",
+        "device": _device_name(device),
     }
+
+
+def _device_name(device: Any) -> str:
+    platform, kind = device.platform, device.device_kind
+    return kind if platform in kind.lower() else f"{platform} {kind}"
 
 
 def hashes(lm: Any, config: Any) -> dict[str, str]:

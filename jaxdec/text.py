@@ -57,7 +57,8 @@ class Outputs(Sequence[Generated]):
     """The answers of a call, in order, and the evidence of how they came about."""
 
     items: tuple[Generated, ...]
-    run: "Run"
+    run: "Run | None"
+    """None if no tokens were asked for, so that no model ran."""
 
     def __getitem__(self, index):
         return self.items[index]
@@ -425,7 +426,7 @@ class _Segment:
     pieces: list[Piece]
     tokens: list[list[int]]
     finish: np.ndarray
-    run: Run
+    run: Run | None
 
 
 def _segments(call: Call, texts: list[TextStream], segment: int) -> Iterator[_Segment]:

@@ -10,10 +10,18 @@ from typing import Any
 Record = Mapping[str, Any]
 
 
-def _number(name: str, digits: int, unit: str = "") -> Callable[[Record], str]:
+def _number(name: str, unit: str = "") -> Callable[[Record], str]:
     def show(record):
         value = record[name]
-        return "-" if value is None else f"{value:.{digits}f}{unit}"
+        return "-" if value is None else f"{value:.2f}{unit}"
+
+    return show
+
+
+def _milliseconds(name: str) -> Callable[[Record], str]:
+    def show(record):
+        value = record[name]
+        return "-" if value is None else f"{value:.{1 if value >= 10 else 2}f}"
 
     return show
 
@@ -41,13 +49,13 @@ def _name(record: Record) -> str:
 
 _BEFORE_CERTIFICATE = (
     ("strategy", _name),
-    ("tokens/step", _number("tokens_per_step", 2)),
+    ("tokens/step", _number("tokens_per_step")),
     ("accepted", _if_drafting(_percent("acceptance_rate"))),
     ("rollbacks", _if_drafting(lambda record: str(record["num_rollbacks"]))),
-    ("TPOT ms", _number("tpot_ms", 1)),
-    ("speed", _number("speed_vs_greedy", 2, "x")),
-    ("draft ms", _if_drafting(_number("draft_cost_ms", 1))),
-    ("verify ms", _number("verify_cost_ms", 1)),
+    ("TPOT ms", _milliseconds("tpot_ms")),
+    ("speed", _number("speed_vs_greedy", unit="x")),
+    ("draft ms", _if_drafting(_milliseconds("draft_cost_ms"))),
+    ("verify ms", _milliseconds("verify_cost_ms")),
     ("extra MB", _memory),
     ("exact match", _percent("exact_match")),
 )
@@ -124,7 +132,7 @@ def _quality(record: Record) -> tuple[str, ...]:
     reasons = record["finish_reasons"]
     return (
         _name(record),
-        _number("perplexity", 2)(record),
+        _number("perplexity")(record),
         _percent("repetition_rate")(record),
         _percent("format_success_rate")(record),
         str(record["distinct_outputs"]),

@@ -1,0 +1,115 @@
+"""The record of a comparison: what ``report.json`` holds, and how to read it."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxdec import advice
+from jaxdec.certificate import Certificate
+from jaxdec.evidence import Evidence, jsonable
+from jaxdec.report.tables import markdown
+from jaxdec.strategies import StrategyConfig
+
+NUM_SEEDS = 3
+"""Seeds whose outputs `distinct_outputs` tells apart."""
+
+NOTES = (
+    "A strategy that drafts nothing has acceptance rate 0 and no acceptance by "
+    "position: nothing was accepted, since nothing was drafted.",
+    "conditional_acceptance_by_position ends at the last position that was reached.",
+    "exact_match is the share of outputs whose tokens equal plain decoding's at the "
+    "same temperature and seed (for plain decoding itself: its own first run). A "
+    "rounding tie counts as different here; the certificate tells ties from errors.",
+    "repetition_rate is 0 where no output is long enough to repeat four tokens.",
+    "format_success_rate without an asked format: texts with something in them and no "
+    "replacement character.",
+    f"distinct_outputs counts the different outputs of the first prompt over "
+    f"{NUM_SEEDS} seeds; at temperature 0 the seed is not used, so it is 1.",
+    "Costs per step are measured alone, after the run; drafting, verifying and the "
+    "rest need not add up to the round.",
+    "Sampling changes what is said, not how fast, so 'sample' is not ranked.",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One strategy of a comparison."""
+
+    label: str
+    """Its name in the report: the strategy's, with K where one is listed twice."""
+    config: StrategyConfig
+    temperature: float
+    reference: str
+    """Label of the plain decoding that it must equal."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What a comparison found."""
+
+    model: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    entries: tuple[Entry, ...]
+    evidence: Mapping[str, Evidence]
+    """By label."""
+    certificates: Mapping[str, Certificate]
+    """By label; empty if none was asked for."""
+    advice: advice.Advice
+    requests: Mapping[str, tuple[Mapping[str, Any], ...]]
+    """By label, what the report adds to each request: prompt and text."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report: plain JSON values, the counts of every request among them."""
+        return self._report
+
+    @functools.cached_property
+    def _report(self) -> dict[str, Any]:
+        return {
+            "model": dict(self.model),
+            "settings": dict(self.settings),
+            "strategies": [self._strategy(entry) for entry in self.entries],
+            "certificates": {
+                label: certificate.to_dict()
+                for label, certificate in self.certificates.items()
+            },
+            "advice": jsonable(self.advice.to_dict()),
+        }
+
+    def _strategy(self, entry: Entry) -> dict[str, Any]:
+        evidence = self.evidence[entry.label]
+        fields = evidence.to_dict()
+        for record in (fields, *fields["requests"]):
+            for name in ("acceptance_rate", "repetition_rate"):
+                if name in record and record[name] is None:
+                    record[name] = 0.0
+            # What is not reached at one position is reached at no later one.
+            reached = record["conditional_acceptance_by_position"]
+            record["conditional_acceptance_by_position"] = [
+                rate for rate in reached if rate is not None
+            ]
+        fields["requests"] = [
+            {**more, **record}
+            for more, record in zip(
+                self.requests[entry.label], fields["requests"], strict=True
+            )
+        ]
+        greedy, own = self.evidence[advice.GREEDY].tpot_ms, evidence.tpot_ms
+        return {
+            "strategy": entry.label,
+            "draft_length": entry.config.length,
+            "temperature": entry.temperature,
+            "reference": entry.reference,
+            "speed_vs_greedy": greedy / own if greedy and own else None,
+            **fields,
+        }
+
+    def save(self, folder: str | Path) -> None:
+        """Writes ``report.json`` and ``report.md``."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
+        (folder / "report.json").write_text(text + "\n", encoding="utf-8")
+        (folder / "report.md").write_text(markdown(self.to_dict()), encoding="utf-8")
