@@ -18,7 +18,7 @@ CONFIG = {
     "vocab_size": 256 + len(SPECIAL),
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,

@@ -210,7 +210,7 @@ def test_inspect(run, model):
     facts = json.loads(out)
     assert status == 0
     assert facts["format"] == "safetensors" and facts["family"] == "llama"
-    assert facts["layers"] == 3 and facts["vocabulary"] == CONFIG["vocab_size"]
+    assert facts["layers"] == 2 and facts["vocabulary"] == CONFIG["vocab_size"]
     assert facts["tied embeddings"] is True and facts["chat template"] is False
     assert facts["stop tokens"] == ["256 <|end|>"]
     lm = jaxdec.load(model, dtype="float32")
