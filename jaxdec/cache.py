@@ -77,16 +77,21 @@ def write_tail(
 ) -> Float[Array, "B G S D"]:
     """Writes T entries a row at slots ``length .. length + T - 1``.
 
-    One in-place slice update a row, not a scatter: XLA expands a scatter on CPU into a
-    loop over single elements. The caller guarantees room (an update past the end would
-    be clamped silently); the engine does so by its `headroom`.
+    In place, both ways: a slice update for one row, and for several the scatter that
+    `vmap` makes of it. (One slice update after another, row by row, makes XLA on CPU
+    copy the whole buffer.) The caller guarantees room, for an update past the end would
+    be clamped silently; the engine does so by its `headroom`.
     """
     zero = jnp.int32(0)
     rows = rows.astype(buffer.dtype)
-    for row in range(buffer.shape[0]):
-        start = (jnp.int32(row), zero, length[row], zero)
-        buffer = jax.lax.dynamic_update_slice(buffer, rows[row : row + 1], start)
-    return buffer
+    if buffer.shape[0] == 1:
+        start = (zero, zero, length[0], zero)
+        return jax.lax.dynamic_update_slice(buffer, rows, start)
+
+    def write(buffer, rows, start):
+        return jax.lax.dynamic_update_slice(buffer, rows, (zero, start, zero))
+
+    return jax.vmap(write)(buffer, rows, length)
 
 
 def read_tail(

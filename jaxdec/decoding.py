@@ -281,6 +281,7 @@ def _allowed(sequences: Sequences, draft: Draft) -> Int[Array, "B"]:
     """
     room = sequences.limit - sequences.length - 1
     most = jnp.minimum(sequences.max_draft_length, jnp.maximum(room, 0))
+    most = jnp.minimum(most, draft.tokens.shape[1])
     length = jnp.clip(draft.length, 0, most)
     return jnp.where(sequences.finish == FinishReason.NONE, length, 0)
 
@@ -327,12 +328,13 @@ def _cut(sequences, judgement, accepted, emitted):
 
 def _append(sequences, emitted, count, finish) -> Sequences:
     """Writes the emitted tokens; what lies past `count` is scratch."""
-    tokens = sequences.tokens
-    for row in range(tokens.shape[0]):
-        start = (jnp.int32(row), sequences.length[row])
-        tokens = jax.lax.dynamic_update_slice(tokens, emitted[row : row + 1], start)
+    def write(buffer, row, start):
+        return jax.lax.dynamic_update_slice(buffer, row, (start,))
+
     return sequences.replace(
-        tokens=tokens, length=sequences.length + count, finish=finish
+        tokens=jax.vmap(write)(sequences.tokens, emitted, sequences.length),
+        length=sequences.length + count,
+        finish=finish,
     )
 
 

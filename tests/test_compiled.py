@@ -19,7 +19,11 @@ from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import abstract_params, make_model
 from jaxdec.types import DrafterParams, StrategyParams
 
-BATCH, CAPACITY, SLOTS = 2, 1024, 64
+BATCH, SLOTS = 2, 64
+CAPACITY = 1024
+TPU_CAPACITY = 2**19
+"""So that a cache (268 MB) does not fit into a chip's vector memory: the TPU compiler
+moves a small one there as a whole, which is not the copy that is looked for."""
 CONFIG = ModelConfig(
     family="llama",
     vocab_size=512,
@@ -32,11 +36,14 @@ CONFIG = ModelConfig(
     max_positions=8192,
     tie_embeddings=True,
 )
-CACHE_SHAPE = "[2,2,1024,32]"
 STRATEGIES = ("none", "lookup", "draft_model", "rejection")
 
 
-def build(name):
+def cache_shape(capacity):
+    return f"[{BATCH},{CONFIG.num_kv_heads},{capacity},{CONFIG.head_dim}]"
+
+
+def build(name, capacity):
     """A strategy at the test's shapes, and the shapes of its arrays."""
     dtype = "bfloat16"
     target = abstract_params(CONFIG, dtype)
@@ -51,16 +58,16 @@ def build(name):
         if name == "rejection":
             accept = decoding.acceptance.rejection
     strategy = decoding.speculative(
-        make_model(CONFIG, dtype=dtype), drafter, accept, capacity=CAPACITY
+        make_model(CONFIG, dtype=dtype), drafter, accept, capacity=capacity
     )
     return strategy, StrategyParams(target=target, drafter=params)
 
 
-def request_shapes():
+def request_shapes(capacity):
     key = program.ProgramKey(
         config=strategies.lookup(4),
         batch_size=BATCH,
-        capacity=CAPACITY,
+        capacity=capacity,
         num_slots=SLOTS,
         num_stop_slots=4,
         num_bias_slots=8,
@@ -68,7 +75,7 @@ def request_shapes():
     return program.abstract_request(None, key)
 
 
-def compiled_texts(name, sharding=None):
+def compiled_texts(name, capacity, sharding=None):
     """Optimised text of prefill and of the whole loop."""
 
     def put(tree):
@@ -76,9 +83,9 @@ def compiled_texts(name, sharding=None):
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
-    strategy, params = build(name)
+    strategy, params = build(name, capacity)
     programs = decoding.jit_programs(strategy, SLOTS)
-    request = request_shapes()
+    request = request_shapes(capacity)
     state = jax.eval_shape(strategy.prefill, params, request)
     steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
     prefill = programs.prefill.trace(put(params), put(request))
@@ -90,10 +97,11 @@ def compiled_texts(name, sharding=None):
     }
 
 
-def cache_copies(text):
+def cache_copies(text, capacity=CAPACITY):
     """Copies of a whole cache outside the entry computation, as HLO lines."""
     copies, inside_entry = [], False
-    pattern = re.compile(r"= \(?\w+" + re.escape(CACHE_SHAPE) + r"\S* (copy|transpose)")
+    shape = re.escape(cache_shape(capacity))
+    pattern = re.compile(r"= \(?\w+" + shape + r"\S* (copy|transpose)")
     for line in text.splitlines():
         if line and not line.startswith((" ", "}")):
             inside_entry = line.startswith("ENTRY")
@@ -111,12 +119,6 @@ def host_calls(text):
 def test_the_checks_can_fail():
     shape = (2, 2, 1024, 32)
 
-    def leaky(x):
-        def body(_, x):
-            return jax.lax.optimization_barrier(x.transpose(0, 1, 2, 3)[::-1]) + x
-
-        return jax.lax.fori_loop(0, 3, body, x)
-
     def calls_back(x):
         def host(y):
             return y
@@ -130,14 +132,13 @@ def test_the_checks_can_fail():
         "ENTRY %main {\n  %copy.2 = f32[2,2,1024,32]{3,2,1,0} copy(%q)\n}\n"
     )
     assert len(cache_copies(text)) == 1
-    assert CACHE_SHAPE in jax.jit(leaky).lower(x).compile().as_text()
     assert host_calls(jax.jit(calls_back).lower(x).compile().as_text())
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_cpu_program_copies_no_cache_in_its_loop(name):
-    for kind, text in compiled_texts(name).items():
-        assert CACHE_SHAPE in text
+    for kind, text in compiled_texts(name, CAPACITY).items():
+        assert cache_shape(CAPACITY) in text
         assert cache_copies(text) == [], kind
         assert host_calls(text) == [], kind
         assert "f64[" not in text
@@ -159,9 +160,9 @@ def tpu():
 @pytest.mark.tpu
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_tpu_program_stays_on_the_chip(name, tpu):
-    for kind, text in compiled_texts(name, tpu).items():
-        assert CACHE_SHAPE in text
-        assert cache_copies(text) == [], kind
+    for kind, text in compiled_texts(name, TPU_CAPACITY, tpu).items():
+        assert cache_shape(TPU_CAPACITY) in text
+        assert cache_copies(text, TPU_CAPACITY) == [], kind
         assert host_calls(text) == [], kind
         assert "f64[" not in text, kind
         assert "<=" not in re.sub(r"/\*.*?\*/|metadata=\{[^}]*\}", "", text), (

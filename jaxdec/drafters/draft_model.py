@@ -91,12 +91,31 @@ def draft_model(
             num_unread=zeros(),
         )
 
+    def read_unread(params, state: DraftModelState):
+        """The cache after reading what an earlier step left; no forward if nothing."""
+
+        def is_left(carry):
+            return jnp.any(carry[1] > 0)
+
+        def catch_up(carry):
+            cache, left = carry
+            cache, _ = read(params, cache, state.unread)
+            return cache.commit(None, left), jnp.zeros_like(left)
+
+        carry = (state.cache, state.num_unread)
+        return jax.lax.while_loop(is_left, catch_up, carry)[0]
+
     def extend(params, state: DraftModelState, commit: Commit) -> DraftModelState:
         tokens = commit.tokens[:, :-1]
         num = tokens.shape[1]
-        if num > tail_width:  # A prefill chunk: nothing is drafted yet, read it all.
-            cache, _ = read(params, state.cache, tokens)
-            return state.replace(cache=cache.commit(None, commit.length))
+        if num > tail_width:  # A prefill chunk, or a step too wide to compare: read it.
+            cache = read_unread(params, state)
+            cache, _ = read(params, cache, tokens)
+            return state.replace(
+                cache=cache.commit(None, commit.length),
+                tail_length=jnp.zeros_like(state.tail_length),
+                num_unread=jnp.zeros_like(state.num_unread),
+            )
         # What was unread and is now committed stands before what this step committed.
         pending, num_pending = _append(
             state.unread, state.num_unread, tokens, commit.length
