@@ -333,7 +333,11 @@ def _print_table(
     caption: str | None = None,
 ) -> None:
     table = rich.table.Table(
-        box=rich.box.SIMPLE, show_header=any(titles), caption=caption
+        box=rich.box.SIMPLE,
+        show_header=any(titles),
+        caption=caption,
+        padding=(0, 0 if len(titles) > 3 else 1),
+        pad_edge=False,
     )
     for number, title in enumerate(titles):
         is_number = len(titles) > 3 and number not in (0, len(titles) - 1)

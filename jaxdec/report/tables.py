@@ -44,23 +44,23 @@ def _memory(record: Record) -> str:
 
 def _name(record: Record) -> str:
     temperature = record["temperature"]
-    return record["strategy"] + (f" (T {temperature:g})" if temperature else "")
+    return record["strategy"] + (f" T{temperature:g}" if temperature else "")
 
 
 _BEFORE_CERTIFICATE = (
     ("strategy", _name),
-    ("tokens/step", _number("tokens_per_step")),
-    ("accepted", _if_drafting(_percent("acceptance_rate"))),
-    ("rollbacks", _if_drafting(lambda record: str(record["num_rollbacks"]))),
-    ("TPOT ms", _milliseconds("tpot_ms")),
+    ("tokens\n/step", _number("tokens_per_step")),
+    ("accept\nrate", _if_drafting(_percent("acceptance_rate"))),
+    ("roll-\nbacks", _if_drafting(lambda record: str(record["num_rollbacks"]))),
+    ("TPOT\nms", _milliseconds("tpot_ms")),
     ("speed", _number("speed_vs_greedy", unit="x")),
-    ("draft ms", _if_drafting(_milliseconds("draft_cost_ms"))),
-    ("verify ms", _milliseconds("verify_cost_ms")),
-    ("extra MB", _memory),
-    ("exact match", _percent("exact_match")),
+    ("draft\nms", _if_drafting(_milliseconds("draft_cost_ms"))),
+    ("verify\nms", _milliseconds("verify_cost_ms")),
+    ("extra\nMB", _memory),
+    ("exact\nmatch", _percent("exact_match")),
 )
-HEADERS = (*(title for title, _ in _BEFORE_CERTIFICATE), "certificate")
-"""Titles of the columns of `rows`."""
+HEADERS = (*(title for title, _ in _BEFORE_CERTIFICATE), "lossless")
+"""Titles of the columns of `rows`; some have two lines, to fit 80 characters."""
 
 
 def rows(report: Record) -> list[tuple[str, ...]]:
@@ -76,15 +76,13 @@ def rows(report: Record) -> list[tuple[str, ...]]:
 
 
 def verdict(certificate: Record | None) -> str:
-    """A certificate in a few words."""
+    """What a certificate says on losslessness, in a word or two."""
     if certificate is None:
-        return "none"
+        return "not tried"
     if not certificate["passed"]:
-        return "FAILED"
-    ties = len(certificate.get("ties", ()))
-    if not ties:
-        return "lossless"
-    return f"lossless, {ties} tie{'s' if ties > 1 else ''}"
+        return "NO"
+    ties = len(certificate["ties"])
+    return f"yes, {ties} tie{'s' if ties > 1 else ''}" if ties else "yes"
 
 
 def advice_lines(report: Record) -> list[str]:
@@ -142,6 +140,7 @@ def _quality(record: Record) -> tuple[str, ...]:
 
 def _table(titles: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     def line(cells):
-        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        plain = (c.replace("-\n", "").replace("\n", " ") for c in cells)
+        return f"| {' | '.join(c.replace('|', chr(92) + '|') for c in plain)} |"
 
     return [line(titles), line(["---"] * len(titles)), *map(line, body)]
