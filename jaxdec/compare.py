@@ -14,19 +14,24 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxdec import advice, measure, statistics
-from jaxdec.certificate import Certificate
 from jaxdec.certify import certify
 from jaxdec.evidence import Evidence, merge
 from jaxdec.lm import LM
 from jaxdec.prompts import Prompt
-from jaxdec.report.comparison import NOTES, NUM_SEEDS, Comparison, Entry
+from jaxdec.report.comparison import (
+    NOTES,
+    NUM_SEEDS,
+    Comparison,
+    Entry,
+    recommend,
+)
 from jaxdec.sampling import make_sampling_params
-from jaxdec.strategies import LookupConfig, StrategyConfig, resolve
+from jaxdec.strategies import StrategyConfig, resolve
 from jaxdec.text import Call, Outputs, check, execute
 
 Progress = Callable[[int, int, str], None]
@@ -180,7 +185,7 @@ def compare(
         entries=tuple(entries),
         evidence=evidence,
         certificates=certificates,
-        advice=_advice(entries, evidence, certificates),
+        advice=recommend(entries, evidence, certificates),
         requests={
             label: tuple(
                 {**about, "text": outputs[0].text}
@@ -329,61 +334,6 @@ def _evidence(
 def _certificate(lm: LM, prompts: Sequence[Any], *args: Any, **options: Any):
     """Out of `compare`, where the name `certify` is an option."""
     return certify(lm, prompts, *args, **options)
-
-
-def _advice(
-    entries: Sequence[Entry],
-    evidence: Mapping[str, Evidence],
-    certificates: Mapping[str, Certificate],
-) -> advice.Advice:
-    greedy = evidence[advice.GREEDY]
-    if greedy.tpot_ms is None:
-        raise ValueError(
-            "greedy decoding ended every answer at its first token, so there is no "
-            "time per token to compare; use other prompts, or a higher max_new_tokens"
-        )
-    return advice.advise(
-        dict(_measured(entries, evidence, certificates)),
-        greedy_tpot_ms=greedy.tpot_ms,
-        prefill_ms=max(1000 * greedy.ttft_s - greedy.tpot_ms, 0.0),
-        output_lengths=[request.output_length for request in greedy.requests],
-    )
-
-
-def _measured(
-    entries: Sequence[Entry],
-    evidence: Mapping[str, Evidence],
-    certificates: Mapping[str, Certificate],
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What the advice needs of each strategy that drafts and was timed."""
-    plain_verify_ms = evidence[advice.GREEDY].verify_cost_ms
-    for entry in entries:
-        record, length = evidence[entry.label], entry.config.length
-        if not length or not record.tpot_ms:
-            continue
-        certificate = certificates.get(entry.label)
-        reasons = ("no certificate was drawn up",)
-        if certificate is not None:
-            reasons = certificate.reasons
-        yield (
-            entry.label,
-            {
-                "certified": certificate is not None and certificate.passed,
-                "certificate_reasons": reasons,
-                "tpot_ms": record.tpot_ms,
-                "tokens_per_step": record.tokens_per_step,
-                "draft_length": length,
-                "judged_per_step": record.num_judged / record.num_steps,
-                "acceptance_rate": record.acceptance_rate,
-                "conditional_acceptance_by_position": (
-                    record.conditional_acceptance_by_position
-                ),
-                "draft_cost_ms": record.draft_cost_ms,
-                # A lookup finds one token or many in the same time.
-                "is_block": isinstance(entry.config, LookupConfig),
-                "verify_cost_ms": {0: plain_verify_ms, length: record.verify_cost_ms},
-            },
-        )
 
 
 def _model(lm: LM) -> dict[str, Any]:

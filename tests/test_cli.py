@@ -27,6 +27,7 @@ def model(tmp_path_factory):
 def run(monkeypatch, capsys, tmp_path):
     """Runs a command line in this process: exit status, stdout, stderr."""
     monkeypatch.setattr(console, "prepare_jax", lambda: None)
+    monkeypatch.setattr(console, "QUIET_S", 1e9)
     monkeypatch.setenv("JAXDEC_CACHE", str(tmp_path / "cache"))
 
     def call(*arguments):

@@ -10,7 +10,9 @@ from helpers_tiny import write_model
 import jaxdec
 from jaxdec.certificate import Mismatch
 from jaxdec.certificate import certify as conclude
+from jaxdec.planning.break_even import expected_tokens
 from jaxdec.prompts import Prompt
+from jaxdec.report.comparison import survival
 
 # By this name: the package has a function of the same name.
 compare_module = importlib.import_module("jaxdec.compare")
@@ -193,6 +195,17 @@ def test_sampled_drafts_equal_plain_sampling(lm, certify):
     assert found.evidence["greedy"].sampling["temperature"] == 0.0
     tokens = [r.tokens for r in found.evidence["lookup"].requests]
     assert tokens == [r.tokens for r in found.evidence["sample"].requests]
+
+
+def test_prediction_at_the_measured_length(lm, certify):
+    """E(K) from the survival of drafts is what was measured, also for lookup."""
+    del certify
+    found = compare(lm, PROMPTS, ["lookup"], max_new_tokens=24)
+    evidence = found.evidence["lookup"]
+    assert evidence.num_judged < 6 * evidence.num_steps
+    rates = survival(evidence, 6)
+    assert expected_tokens(rates, 6) == pytest.approx(evidence.acceptance_length)
+    assert 6 in found.advice.rankings[0].predicted_tpot_ms
 
 
 def test_plan():

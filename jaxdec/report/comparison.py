@@ -1,9 +1,9 @@
-"""The record of a comparison: what ``report.json`` holds, and how to read it."""
+"""The record of a comparison: what ``report.json`` holds, and what follows from it."""
 
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from jaxdec import advice
 from jaxdec.certificate import Certificate
 from jaxdec.evidence import Evidence, jsonable
 from jaxdec.report.tables import markdown
-from jaxdec.strategies import StrategyConfig
+from jaxdec.strategies import LookupConfig, StrategyConfig
 
 NUM_SEEDS = 3
 """Seeds whose outputs `distinct_outputs` tells apart."""
@@ -113,3 +113,76 @@ class Comparison:
         text = json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
         (folder / "report.json").write_text(text + "\n", encoding="utf-8")
         (folder / "report.md").write_text(markdown(self.to_dict()), encoding="utf-8")
+
+
+def recommend(
+    entries: Sequence[Entry],
+    evidence: Mapping[str, Evidence],
+    certificates: Mapping[str, Certificate],
+) -> advice.Advice:
+    """The advice that the evidence and the certificates support.
+
+    Raises:
+        ValueError: greedy decoding has no time per token.
+    """
+    greedy = evidence[advice.GREEDY]
+    if greedy.tpot_ms is None:
+        raise ValueError(
+            "greedy decoding ended every answer at its first token, so there is no "
+            "time per token to compare; use other prompts, or a higher max_new_tokens"
+        )
+    return advice.advise(
+        dict(_measured(entries, evidence, certificates)),
+        greedy_tpot_ms=greedy.tpot_ms,
+        prefill_ms=max(1000 * greedy.ttft_s - greedy.tpot_ms, 0.0),
+        output_lengths=[request.output_length for request in greedy.requests],
+    )
+
+
+def _measured(
+    entries: Sequence[Entry],
+    evidence: Mapping[str, Evidence],
+    certificates: Mapping[str, Certificate],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What the advice needs of each strategy that drafts and was timed."""
+    plain_verify_ms = evidence[advice.GREEDY].verify_cost_ms
+    for entry in entries:
+        record, length = evidence[entry.label], entry.config.length
+        if not length or not record.tpot_ms:
+            continue
+        certificate = certificates.get(entry.label)
+        reasons = ("no certificate was drawn up",)
+        if certificate is not None:
+            reasons = certificate.reasons
+        yield (
+            entry.label,
+            {
+                "certified": certificate is not None and certificate.passed,
+                "certificate_reasons": reasons,
+                "tpot_ms": record.tpot_ms,
+                "tokens_per_step": record.tokens_per_step,
+                "draft_length": length,
+                "judged_per_step": record.num_judged / record.num_steps,
+                "acceptance_rate": record.acceptance_rate,
+                "conditional_acceptance_by_position": survival(record, length),
+                "draft_cost_ms": record.draft_cost_ms,
+                # A lookup finds one token or many in the same time.
+                "is_block": isinstance(entry.config, LookupConfig),
+                "verify_cost_ms": {0: plain_verify_ms, length: record.verify_cost_ms},
+            },
+        )
+
+
+def survival(record: Evidence, length: int) -> list[float]:
+    """Of the steps that accepted i draft tokens, the share that accepted one more.
+
+    A step that drafted too few counts as one that did not, so that the expected tokens
+    of a step at K are those that were measured, also for drafters of varying length.
+    """
+    accepted = [n for request in record.requests for n in request.steps.num_accepted]
+    rates, reached = [], len(accepted)
+    for i in range(length):
+        more = sum(n > i for n in accepted)
+        rates.append(more / reached if reached else 0.0)
+        reached = more
+    return rates
