@@ -378,7 +378,7 @@ MATCH_METHODS = tuple(name for name in METHODS if "rejection" not in name)
 
 
 @functools.cache
-def method(name: str) -> Method:
+def method(name: str, capacity: int = CAPACITY) -> Method:
     """One row of the contract table, compiled on first use."""
     target = tiny_params()
     draft = weights(DRAFT_CONFIG, 7)
@@ -423,7 +423,7 @@ def method(name: str) -> Method:
         ),
     }
     drafter, kwargs, forward = table[name]()
-    built = compiled(tiny(), drafter, target=target, **kwargs)
+    built = compiled(tiny(), drafter, target=target, capacity=capacity, **kwargs)
     return built._replace(draft_forward=forward)
 
 

@@ -120,6 +120,11 @@ class Attention(nnx.Module):
         if cos_sin is not None:
             query, key = rotate(query, cos_sin), rotate(key, cos_sin)
         value = qkv[:, :, heads + groups :]
+        # 0 x NaN is NaN: a broken value would reach even tokens that may not see it.
+        # As a broken key it reaches those that do, and no others.
+        is_finite = jnp.all(jnp.isfinite(value), axis=-1, keepdims=True)
+        key = jnp.where(is_finite, key, jnp.nan)
+        value = jnp.where(is_finite, value, 0.0)
         keys = write_tail(keys, key.transpose(0, 2, 1, 3), length)
         values = write_tail(values, value.transpose(0, 2, 1, 3), length)
         y = attend(
