@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdec import advice, measure, statistics
+from jaxdec.call import Call, check
 from jaxdec.certify import certify
 from jaxdec.evidence import Evidence, merge
 from jaxdec.lm import LM
@@ -32,7 +33,7 @@ from jaxdec.report.comparison import (
 )
 from jaxdec.sampling import make_sampling_params
 from jaxdec.strategies import StrategyConfig, resolve
-from jaxdec.text import Call, Outputs, check, execute
+from jaxdec.text import Outputs, execute
 
 Progress = Callable[[int, int, str], None]
 """Told how many units of work are done, of how many, and what begins now."""

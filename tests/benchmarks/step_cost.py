@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxdec
-from jaxdec import measure, program, strategies, text
+from jaxdec import call, measure, program, strategies
 
 PROMPT = "Explain in detail how a bicycle stays upright when it is moving."
 NEW_TOKENS = 64
@@ -36,7 +36,7 @@ def timed(run):
 
 def decoder(lm, strategy, capacity):
     """A function that decodes NEW_TOKENS tokens and returns its TPOT in ms."""
-    call = text.check(
+    checked = call.check(
         lm,
         PROMPT,
         strategy=strategy,
@@ -44,10 +44,10 @@ def decoder(lm, strategy, capacity):
         stop_tokens=[],
         capacity=capacity,
     )
-    compiled, _ = lm.program(call.key)
+    compiled, _ = lm.program(checked.key)
 
     def run():
-        state = compiled.prefill(compiled.params, call.request)
+        state = compiled.prefill(compiled.params, checked.request)
         state, _, _ = compiled.loop(compiled.params, state, jnp.int32(1))
         jax.block_until_ready(state)
         started = time.perf_counter()
@@ -91,7 +91,7 @@ def transformers_decoder(lm):
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected
     model = model.to(torch.bfloat16).eval()
-    ids = torch.tensor([text.encode(lm, PROMPT, None, None, 0)])
+    ids = torch.tensor([call.encode(lm, PROMPT, None, None, 0)])
 
     def run():
         with torch.inference_mode():
@@ -118,8 +118,8 @@ def alternate(*runs):
 
 def overhead(lm, strategy):
     """Engine overhead: share of a step that no model or drafter accounts for."""
-    call = text.check(lm, PROMPT, strategy=strategy, max_new_tokens=NEW_TOKENS)
-    compiled, _ = lm.program(call.key)
+    checked = call.check(lm, PROMPT, strategy=strategy, max_new_tokens=NEW_TOKENS)
+    compiled, _ = lm.program(checked.key)
     bodies = measure.step_parts(lm, compiled)
     state = measure.warm_state(lm, compiled)
     timers = [measure.Rounds(body, compiled.params, state) for body in bodies]
