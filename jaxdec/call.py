@@ -45,12 +45,12 @@ def check(
     lm: LM,
     prompts: Any,
     *,
-    strategy: str | StrategyConfig = "greedy",
+    strategy: Any = "greedy",
     draft_length: int | None = None,
     max_new_tokens: Any = 128,
     temperature: Any = None,
     seed: Any = 0,
-    stop: str | Sequence[str] = (),
+    stop: Any = (),
     stop_tokens: Sequence[int] | None = None,
     chat: bool | None = None,
     system: str | None = None,
@@ -159,7 +159,7 @@ def check(
 
 
 def encode(
-    lm: LM, prompt: Prompt, chat: bool | None, system: str | None, row: int
+    lm: LM, prompt: Any, chat: bool | None, system: str | None, row: int
 ) -> list[int]:
     """Token ids of a prompt.
 

@@ -16,12 +16,11 @@ import jax
 import numpy as np
 
 from jaxdec import counts, measure
-from jaxdec.call import Call, Prompt, check
+from jaxdec.call import Call, check
 from jaxdec.detokenize import TextStream
 from jaxdec.evidence import Evidence
 from jaxdec.lm import LM
 from jaxdec.program import SEGMENT, Program
-from jaxdec.strategies import StrategyConfig
 from jaxdec.types import FinishReason, LogitsProcessor, StepInfo
 
 
@@ -78,12 +77,12 @@ class Run:
 
 def generate(
     lm: LM,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Any,
     *,
-    strategy: str | StrategyConfig = "greedy",
+    strategy: Any = "greedy",
     draft_length: int | None = None,
-    max_new_tokens: int | Sequence[int] = 128,
-    temperature: float | Sequence[float] | None = None,
+    max_new_tokens: Any = 128,
+    temperature: Any = None,
     seed: Any = 0,
     stop: str | Sequence[str] = (),
     stop_tokens: Sequence[int] | None = None,
@@ -99,8 +98,8 @@ def generate(
 
     Args:
         lm: from `jaxdec.load`.
-        prompts: one prompt or several: text, token ids, or role/content messages.
-        strategy: a name or a configuration such as ``jaxdec.lookup(length=6)``.
+        prompts: one `Prompt` or several: text, token ids, or role/content messages.
+        strategy: a name or a `StrategyConfig` such as ``jaxdec.lookup(length=6)``.
         draft_length: draft tokens a step, instead of the strategy's own.
         max_new_tokens: per request, or one for all; 0 calls no model.
         temperature: 0 is greedy. None is 0.7 for ``"sample"`` and 0 otherwise.
@@ -156,7 +155,7 @@ class Piece:
 
 
 def stream(
-    lm: LM, prompt: Prompt, *, segment: int = 4, **options: Any
+    lm: LM, prompt: Any, *, segment: int = 4, **options: Any
 ) -> Generator[Piece, None, Outputs]:
     """Decodes one prompt and yields text as it becomes certain.
 
