@@ -11,8 +11,10 @@ __version__ = "0.1.0"
 
 from jaxdec import acceptance, draft_length, drafters, models, sampling, tree
 from jaxdec.certify import certify
+from jaxdec.compare import compare
 from jaxdec.decoding import autoregressive, jit_programs, speculative
 from jaxdec.lm import LM, load
+from jaxdec.report.comparison import Comparison
 from jaxdec.strategies import (
     StrategyConfig,
     draft_model,
@@ -42,10 +44,12 @@ from jaxdec.types import (
 __all__ = [
     # Text API.
     "LM",
+    "Comparison",
     "Generated",
     "Outputs",
     "Piece",
     "certify",
+    "compare",
     "generate",
     "load",
     "stream",

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxdec import sampling as dist
 from jaxdec import text
+from jaxdec.call import Call, check, is_single, row_options
 from jaxdec.certificate import (
     Certificate,
     Mismatch,
@@ -158,7 +159,7 @@ def certify(
         ValueError: bad input, as for `jaxdec.generate`.
     """
     config = resolve(strategy, draft_length)
-    if text.is_single(prompts):
+    if is_single(prompts):
         prompts = [prompts]
     if isinstance(outputs, text.Outputs):
         outputs = [outputs]
@@ -251,7 +252,7 @@ def _certificate(lm, config, exact, answers, progress) -> Certificate:
 
 
 def replay(
-    lm: LM, call: text.Call, row: int, tokens: Sequence[int]
+    lm: LM, call: Call, row: int, tokens: Sequence[int]
 ) -> dict[str, np.ndarray]:
     """What the plain step says of every token of an answer, on that answer's prefix.
 
@@ -264,7 +265,7 @@ def replay(
         names = ("choice", "gap", "boundary", "prob", "cdf_below")
         return {name: np.zeros(0, np.float32) for name in names}
     key = call.key
-    plain = text.check(
+    plain = check(
         lm,
         [list(call.prompts[row])],
         strategy=sample(),
@@ -278,7 +279,7 @@ def replay(
         accept=scripted,
         capacity=key.capacity,
         num_slots=key.num_slots,
-        **text.row_options(call.sampling, row),
+        **row_options(call.sampling, row),
     )
     program, _ = lm.program(plain.key)
     start = len(call.prompts[row])
@@ -315,7 +316,7 @@ def _observer(processor) -> Callable:
     return _OBSERVERS[processor]
 
 
-def _temperature_of(call: text.Call, row: int) -> float:
+def _temperature_of(call: Call, row: int) -> float:
     value = call.sampling["temperature"]
     return float(value[row] if isinstance(value, Sequence | np.ndarray) else value)
 

@@ -328,6 +328,7 @@ def _cut(sequences, judgement, accepted, emitted):
 
 def _append(sequences, emitted, count, finish) -> Sequences:
     """Writes the emitted tokens; what lies past `count` is scratch."""
+
     def write(buffer, row, start):
         return jax.lax.dynamic_update_slice(buffer, row, (start,))
 

@@ -30,7 +30,12 @@ ROUNDS = 8
 REPEATS = 5
 
 
-def evidence(run: Any, items: Sequence[Any], with_costs: bool = True) -> Evidence:
+def evidence(
+    run: Any,
+    items: Sequence[Any],
+    with_costs: bool = True,
+    references: Sequence[Sequence[int]] | None = None,
+) -> Evidence:
     """The record of a run; see `jaxdec.evidence` for what its figures mean.
 
     Args:
@@ -38,6 +43,7 @@ def evidence(run: Any, items: Sequence[Any], with_costs: bool = True) -> Evidenc
         items: the answers.
         with_costs: whether to measure draft and verify cost and the perplexity, which
             takes model calls (and, once per shape, compilations that are not counted).
+        references: plain decoding's tokens of each request, for `exact_match`.
     """
     if run is None:
         raise ValueError(
@@ -93,6 +99,7 @@ def evidence(run: Any, items: Sequence[Any], with_costs: bool = True) -> Evidenc
         request_e2e_s=[run.ttft_s + later * s for s in share],
         tokens=[item.tokens for item in items],
         logprobs=logprobs,
+        references=references,
         texts=None if call.output_format is None else [item.text for item in items],
         output_format=call.output_format,
     )
@@ -106,8 +113,13 @@ def versions() -> dict[str, str]:
         "jax": jax.__version__,
         "flax": importlib.metadata.version("flax"),
         "python": platform.python_version(),
-        "device": f"{device.platform} {device.device_kind}",
+        "device": _device_name(device),
     }
+
+
+def _device_name(device: Any) -> str:
+    platform, kind = device.platform, device.device_kind
+    return kind if platform in kind.lower() else f"{platform} {kind}"
 
 
 def hashes(lm: Any, config: Any) -> dict[str, str]:
@@ -131,85 +143,144 @@ def costs(lm: Any, program: Program) -> tuple[float, float]:
 
 
 def _measure_costs(lm: Any, program: Program) -> tuple[float, float]:
-    strategy = program.strategy
-    state = _warm_state(lm, program)
-    drafter, _ = program.key.config.build(
-        lm, program.key.processor, target_model(lm, program.key).min_rows
-    )
-    model = target_model(lm, program.key, drafter.taps)
-    batch = state.sequences.length.shape[0]
-    num = strategy.max_length
+    state = warm_state(lm, program)
+    _, forward, propose, extend, judge = step_parts(lm, program)
 
-    def draft_round(params, state):
+    def verify(params, state):
+        return judge(params, forward(params, state))
+
+    def draft(params, state):
+        return extend(params, propose(params, state))
+
+    verify_ms = Rounds(verify, program.params, state).median()
+    if program.strategy.max_length == 0:
+        return 0.0, verify_ms
+    return Rounds(draft, program.params, state).median(), verify_ms
+
+
+Body = Callable[[Any, DecodeState], DecodeState]
+
+
+def step_parts(lm: Any, program: Program) -> tuple[Body, Body, Body, Body, Body]:
+    """A whole step, and its parts one by one, each as ``(params, state) -> state``.
+
+    Returns:
+        The step; the target's forward over anchor and draft; propose; extend; and the
+        judging of logits that are already there.
+    """
+    key = program.key
+    drafter, _ = key.config.build(lm, key.processor, target_model(lm, key).min_rows)
+    model = target_model(lm, key, drafter.taps)
+    num = program.strategy.max_length
+    shape = (key.batch_size, num + 1)
+
+    def step(params, state):
+        # A row that stays as long as it is can be stepped as often as one likes.
+        after, _ = program.strategy.step(params, state)
+        length = state.sequences.length
+        back = after.cache.commit(None, state.cache.length - after.cache.length)
+        sequences = after.sequences.replace(
+            length=length, finish=jnp.zeros_like(length)
+        )
+        return state.replace(
+            sequences=sequences, cache=back, drafter=_rewound(after, state)
+        )
+
+    def forward(params, state):
+        sequences = state.sequences
+        tokens = jax.lax.dynamic_slice_in_dim(sequences.tokens, 0, num + 1, axis=1)
+        offset = jnp.arange(num + 1, dtype=jnp.int32)[None]
+        position = (sequences.length - 1)[:, None] + offset
+        cache, output = model.forward(
+            params.target, state.cache, tokens, position, None
+        )
+        # The engine reads logits by their maximum, at least; so the head counts.
+        found = jnp.sum(sampling.first_max(output.logits)[0])
+        return state.replace(sequences=_touched(sequences, found), cache=cache)
+
+    def propose(params, state):
         drafter_state, draft = drafter.propose(
             params.drafter, state.drafter, state.sequences
         )
-        commit = Commit(
-            tokens=jnp.pad(draft.tokens, ((0, 0), (1, 1))),
-            features=jnp.zeros((batch, num + 1, model.num_features), jnp.float32),
-            length=jnp.minimum(draft.length, 0),
-        )
-        drafter_state = drafter.extend(params.drafter, drafter_state, commit)
         sequences = _touched(state.sequences, jnp.sum(draft.tokens))
         return state.replace(sequences=sequences, drafter=drafter_state)
 
-    def verify_round(params, state):
+    def extend(params, state):
+        commit = Commit(
+            tokens=jnp.zeros((shape[0], shape[1] + 1), jnp.int32)
+            + state.sequences.tokens[:, :1],
+            features=jnp.zeros((*shape, model.num_features), jnp.float32),
+            length=jnp.zeros((shape[0],), jnp.int32),
+        )
+        drafter_state = drafter.extend(params.drafter, state.drafter, commit)
+        return state.replace(drafter=drafter_state)
+
+    def judge(params, state):
+        del params
         sequences = state.sequences
         draft = Draft(
             tokens=jax.lax.dynamic_slice_in_dim(sequences.tokens, 1, num, axis=1),
-            length=jnp.full((batch,), num, jnp.int32),
+            length=jnp.full((shape[0],), num, jnp.int32),
         )
         nodes = sampling.draft_nodes(sequences.tokens[:, 0], draft)
-        position = (sequences.length - 1)[:, None] + nodes.depth
-        cache, output = model.forward(
-            params.target, state.cache, nodes.tokens, position, None
-        )
-        judgement = sampling.judge(
-            sequences, nodes, output.logits, processor=program.key.processor
-        )
-        sequences = _touched(sequences, jnp.sum(judgement.tokens))
-        return state.replace(sequences=sequences, cache=cache)
+        logits = jnp.zeros((*shape, model.vocab_size), jnp.float32)
+        logits = logits + sequences.tokens[:, :1, None].astype(jnp.float32)
+        judgement = sampling.judge(sequences, nodes, logits, processor=key.processor)
+        found = jnp.sum(judgement.tokens)
+        return state.replace(sequences=_touched(sequences, found))
 
-    verify_ms = time_rounds(verify_round, program.params, state)
-    if num == 0:
-        return 0.0, verify_ms
-    return time_rounds(draft_round, program.params, state), verify_ms
+    return step, forward, propose, extend, judge
+
+
+def _rewound(after: DecodeState, before: DecodeState) -> Any:
+    """The drafter's state after a step, with the counters of the state before it."""
+
+    def pick(new, old):
+        return old if jnp.issubdtype(new.dtype, jnp.integer) else new
+
+    return jax.tree.map(pick, after.drafter, before.drafter)
 
 
 def _touched(sequences, value):
-    """Makes the next round depend on this one, without changing any token."""
-    zero = (value != value).astype(sequences.tokens.dtype)
+    """Makes the next round depend on this one, without changing any token.
+
+    `value` is a sum of token ids, so it is never negative; XLA cannot know that.
+    """
+    zero = (value < -1).astype(sequences.tokens.dtype)
     return sequences.replace(tokens=sequences.tokens + zero)
 
 
-def time_rounds(
-    body: Callable[[Any, DecodeState], DecodeState],
-    params: Any,
-    state: DecodeState,
-    rounds: int = ROUNDS,
-    repeats: int = REPEATS,
-) -> float:
-    """Median milliseconds of one round of `body`, many rounds in one program."""
+class Rounds:
+    """Times one round of a body, many rounds in one program.
 
-    def loop(params, state, num):
-        return jax.lax.fori_loop(0, num, lambda _, s: body(params, s), state)
+    Starting the program and copying its state are no part of a round: a sample is the
+    difference between many rounds and one.
+    """
 
-    run = jax.jit(loop).lower(params, state, jnp.int32(0)).compile()
-    jax.block_until_ready(run(params, state, jnp.int32(1)))
-    # Starting the program and copying its state are not part of a round: time many
-    # rounds and one, and take the difference.
-    samples = []
-    for _ in range(repeats):
-        spent = []
-        for num in (1, rounds + 1):
-            started = time.perf_counter()
-            jax.block_until_ready(run(params, state, jnp.int32(num)))
-            spent.append(time.perf_counter() - started)
-        samples.append((spent[1] - spent[0]) / rounds * 1e3)
-    return max(statistics.median(samples), 0.0)
+    def __init__(self, body: Body, params: Any, state: DecodeState):
+        def loop(params, state, num):
+            return jax.lax.fori_loop(0, num, lambda _, s: body(params, s), state)
+
+        self._run = jax.jit(loop).lower(params, state, jnp.int32(0)).compile()
+        self._arguments = (params, state)
+        self._spent(1)
+
+    def _spent(self, num: int) -> float:
+        started = time.perf_counter()
+        jax.block_until_ready(self._run(*self._arguments, jnp.int32(num)))
+        return time.perf_counter() - started
+
+    def sample(self, rounds: int = ROUNDS) -> float:
+        """Milliseconds of one round, once."""
+        once = self._spent(1)
+        return (self._spent(rounds + 1) - once) / rounds * 1e3
+
+    def median(self, repeats: int = REPEATS) -> float:
+        """Median of several samples, never below 0."""
+        return max(statistics.median(self.sample() for _ in range(repeats)), 0.0)
 
 
-def _warm_state(lm: Any, program: Program) -> DecodeState:
+def warm_state(lm: Any, program: Program) -> DecodeState:
     """A state of the program's shapes with a short prompt read."""
     abstract = abstract_request(lm, program.key)
     request = jax.tree.map(
@@ -224,6 +295,7 @@ def _warm_state(lm: Any, program: Program) -> DecodeState:
     request = request.replace(
         prompt_length=jnp.full((batch,), PREFILL_CHUNK, jnp.int32),
         max_new_tokens=jnp.full((batch,), PREFILL_CHUNK, jnp.int32),
+        max_draft_length=jnp.full((batch,), program.key.config.length, jnp.int32),
         sampling=sampling.make_sampling_params(
             batch, num_bias_slots=program.key.num_bias_slots
         ),

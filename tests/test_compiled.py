@@ -4,7 +4,6 @@ A copy of a cache inside the decode loop costs more than the forward it serves, 
 invisible in the Python code; so is a host callback. These tests read the compiled text.
 """
 
-import os
 import re
 
 import jax
@@ -147,9 +146,6 @@ def test_cpu_program_copies_no_cache_in_its_loop(name):
 @pytest.fixture(scope="module")
 def tpu():
     """One chip of a v5e slice, described by its compiler; no device is needed."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     pytest.importorskip("libtpu", reason="the TPU compiler is not installed")
     from jax.experimental import topologies
 

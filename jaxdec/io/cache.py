@@ -55,18 +55,41 @@ def load_checkpoint(
             f"dtype must be 'float32' or 'bfloat16', got {dtype!r}; float16 overflows "
             "in some models."
         )
-    path = resolve(name, progress)
+    path = _locate(name, progress)
     if path.is_dir():
-        files = sorted(path.glob("*.gguf"))
-        if (path / "config.json").exists() or not files:
-            return load_folder(path, _DTYPES[wanted])
-        if len(files) > 1:
-            raise CheckpointError(
-                f"{path} holds several GGUF files; pass the path of one of them: "
-                f"{', '.join(file.name for file in files)}."
-            )
-        (path,) = files
+        return load_folder(path, _DTYPES[wanted])
     return _converted(path, wanted, progress)
+
+
+def open_checkpoint(name: str | Path, progress: Progress | None = None) -> Checkpoint:
+    """Opens a model to look at it: its tensors are not read, nothing is converted.
+
+    Args:
+        name: See `jaxdec.io.hub.resolve`.
+        progress: Told when something slow begins.
+
+    Raises:
+        CheckpointError: The model cannot be found, opened, or is not supported.
+    """
+    path = _locate(name, progress)
+    load = load_folder if path.is_dir() else load_gguf
+    return load(path, _DTYPES["float32"])
+
+
+def _locate(name: str | Path, progress: Progress | None) -> Path:
+    """The Hugging Face folder or the GGUF file of a model."""
+    path = resolve(name, progress)
+    if not path.is_dir():
+        return path
+    files = sorted(path.glob("*.gguf"))
+    if (path / "config.json").exists() or not files:
+        return path
+    if len(files) > 1:
+        raise CheckpointError(
+            f"{path} holds several GGUF files; pass the path of one of them: "
+            f"{', '.join(file.name for file in files)}."
+        )
+    return files[0]
 
 
 def _converted(path: Path, dtype: str, progress: Progress | None) -> Checkpoint:

@@ -25,14 +25,18 @@ ACTIVATIONS = {
 
 
 def matmul(x: Float[Array, "... I"], weight: Array, *, out_first: bool) -> Array:
-    """``x @ weight`` with a float32 result; `out_first` says weight is [out, in]."""
-    contract = 1 if out_first else 0
-    return jax.lax.dot_general(
-        x.astype(weight.dtype),
+    """``x @ weight`` with a float32 result; `out_first` says weight is [out, in].
+
+    As one matrix of rows: XLA on CPU takes 1.7 times as long for ``[1, 3, I]`` as for
+    ``[3, I]``, though the arithmetic is the same.
+    """
+    rows = jax.lax.dot_general(
+        x.reshape(-1, x.shape[-1]).astype(weight.dtype),
         weight,
-        (((x.ndim - 1,), (contract,)), ((), ())),
+        (((1,), (1 if out_first else 0,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
+    return rows.reshape(*x.shape[:-1], rows.shape[-1])
 
 
 class Linear(nnx.Module):

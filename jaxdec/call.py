@@ -1,0 +1,262 @@
+"""A call, checked: what `generate` was asked for, as arrays, before any model runs.
+
+Every fault of the input is found here and said in one sentence: what was wrong, what
+was given, what to do. Shapes are rounded up to a few buckets, so that calls of similar
+size share one compiled program.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxdec.cache import round_capacity
+from jaxdec.decoding import PREFILL_CHUNK
+from jaxdec.lm import LM
+from jaxdec.program import ProgramKey, bucket, make_request
+from jaxdec.rounding import EXACT_WIDTH, WIDTHS, plain_rows
+from jaxdec.sampling import make_sampling_params
+from jaxdec.strategies import StrategyConfig, resolve
+from jaxdec.types import LogitsProcessor, Request
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, token ids, or a conversation of role/content messages."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """A checked call: all that is needed to run it."""
+
+    lm: LM
+    config: StrategyConfig
+    key: ProgramKey
+    request: Request
+    prompts: tuple[tuple[int, ...], ...]
+    max_new_tokens: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    stop_tokens: tuple[int, ...]
+    seeds: tuple[Any, ...]
+    sampling: Mapping[str, Any]
+    output_format: str | None = None
+
+
+def check(
+    lm: LM,
+    prompts: Any,
+    *,
+    strategy: Any = "greedy",
+    draft_length: int | None = None,
+    max_new_tokens: Any = 128,
+    temperature: Any = None,
+    seed: Any = 0,
+    stop: Any = (),
+    stop_tokens: Sequence[int] | None = None,
+    chat: bool | None = None,
+    system: str | None = None,
+    logprobs: int | None = None,
+    processor: LogitsProcessor | None = None,
+    exact: bool | int = False,
+    output_format: str | None = None,
+    single: bool = False,
+    observe: Any = None,
+    accept: Any = None,
+    capacity: int | None = None,
+    num_slots: int | None = None,
+    **sampling: Any,
+) -> Call:
+    """Checks a call of `generate` and turns it into arrays; no model runs.
+
+    `observe` and `accept` go to `jaxdec.decoding.speculative`; `single` takes
+    `prompts` as one prompt; `capacity` and `num_slots` ask for larger buffers than the
+    call needs, so that calls of different sizes share one program.
+    """
+    config = resolve(strategy, draft_length)
+    if single or is_single(prompts):
+        prompts = [prompts]
+    if len(prompts) == 0:
+        raise ValueError("no prompts: got an empty list; give at least one")
+    ids = [encode(lm, p, chat, system, row) for row, p in enumerate(prompts)]
+    batch = len(ids)
+    limits = _per_request("max_new_tokens", max_new_tokens, batch)
+    for row, limit in enumerate(limits):
+        if not isinstance(limit, int | np.integer) or limit < 0:
+            raise ValueError(
+                f"max_new_tokens must be a whole number of at least 0, got {limit!r} "
+                f"for request {row}"
+            )
+    longest = max(len(p) + n for p, n in zip(ids, limits, strict=True))
+    if longest > lm.config.max_positions:
+        row = max(range(batch), key=lambda r: len(ids[r]) + limits[r])
+        raise ValueError(
+            f"request {row} needs {longest} positions ({len(ids[row])} prompt tokens + "
+            f"{limits[row]} new), but the model has {lm.config.max_positions}; shorten "
+            "the prompt or lower max_new_tokens"
+        )
+    stops = list(lm.stop_tokens if stop_tokens is None else stop_tokens)
+    for token in stops:
+        if not 0 <= int(token) < lm.config.vocab_size:
+            raise ValueError(
+                f"stop token {token} is outside the vocabulary of "
+                f"{lm.config.vocab_size} tokens"
+            )
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if any(not isinstance(s, str) or not s for s in strings):
+        raise ValueError(f"stop strings must be non-empty text, got {strings!r}")
+    if strings and lm.tokenizer is None:
+        raise ValueError("stop strings need a tokenizer, and this model has none")
+    temperature = _temperature(config, temperature)
+    params = make_sampling_params(
+        batch,
+        temperature=temperature,
+        vocab_size=lm.config.vocab_size,
+        **sampling,
+    )
+    exact_width = 0
+    if exact:
+        least = EXACT_WIDTH if exact is True else int(exact)
+        exact_width = max(least, batch * (config.length + 1))
+        plain_rows(lm, exact_width)  # Says so now if the device has no such class.
+    headroom = max(config.length + 1, PREFILL_CHUNK, max(WIDTHS) if exact else 0)
+    most = round_capacity(lm.config.max_positions + headroom)
+    key = ProgramKey(
+        config=config,
+        batch_size=batch,
+        capacity=max(min(bucket(longest + headroom, 512), most), capacity or 0),
+        num_slots=max(bucket(max(*limits, 1), 64), num_slots or 0),
+        num_stop_slots=bucket(len(stops), 4),
+        num_bias_slots=params.bias_tokens.shape[1],
+        num_logprobs=logprobs,
+        processor=processor,
+        exact_width=exact_width,
+        observe=observe,
+        accept=accept,
+    )
+    seeds = _per_request("seed", seed, batch)
+    request = make_request(
+        prompts=ids,
+        max_new_tokens=[int(n) for n in limits],
+        stop_tokens=[[int(t) for t in stops]] * batch,
+        seeds=seeds,
+        max_draft_length=config.length,
+        sampling=params,
+        capacity=key.capacity,
+        num_stop_slots=key.num_stop_slots,
+    )
+    return Call(
+        lm=lm,
+        config=config,
+        key=key,
+        request=request,
+        prompts=tuple(tuple(p) for p in ids),
+        max_new_tokens=tuple(int(n) for n in limits),
+        stop_strings=strings,
+        seeds=tuple(seeds),
+        stop_tokens=tuple(int(t) for t in stops),
+        sampling={"temperature": temperature, **sampling},
+        output_format=output_format,
+    )
+
+
+def encode(
+    lm: LM, prompt: Any, chat: bool | None, system: str | None, row: int
+) -> list[int]:
+    """Token ids of a prompt.
+
+    Raises:
+        ValueError: nothing in it, ids that are no tokens, or text without a tokenizer.
+    """
+    where = f"request {row}"
+    if not isinstance(prompt, str) and not (
+        len(prompt) and isinstance(prompt[0], Mapping)
+    ):
+        ids = list(prompt)
+        bad = [t for t in ids if not isinstance(t, int | np.integer)]
+        if bad:
+            raise ValueError(
+                f"{where}: token ids must be whole numbers, got {bad[0]!r}; pass text "
+                "as a string"
+            )
+    elif lm.tokenizer is None:
+        raise ValueError(
+            f"{where}: the prompt is text, but this model has no tokenizer; pass ids"
+        )
+    else:
+        ids = _encode_text(lm, prompt, chat, system, where)
+    if not ids:
+        raise ValueError(
+            f"{where}: the prompt is empty (no tokens); give at least one token"
+        )
+    bad = [t for t in ids if not 0 <= int(t) < lm.config.vocab_size]
+    if bad:
+        raise ValueError(
+            f"{where}: token id {bad[0]} is outside the vocabulary of "
+            f"{lm.config.vocab_size} tokens (0 to {lm.config.vocab_size - 1})"
+        )
+    return [int(t) for t in ids]
+
+
+def _encode_text(lm, prompt, chat, system, where) -> list[int]:
+    messages = prompt
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise ValueError(
+                f"{where}: the prompt is empty, got {prompt!r}; give some text"
+            )
+        use_chat = lm.tokenizer.is_chat if chat is None else chat
+        if not use_chat:
+            if system is not None:
+                raise ValueError(
+                    f"{where}: a system message needs a chat model; leave it out, or "
+                    "put it into the prompt"
+                )
+            return lm.tokenizer.encode(prompt)
+        messages = [{"role": "user", "content": prompt}]
+        if system is not None:
+            messages = [{"role": "system", "content": system}, *messages]
+    text = lm.tokenizer.apply_chat(messages)
+    return lm.tokenizer.encode(text, add_special_tokens=False)
+
+
+def is_single(prompts: Any) -> bool:
+    """Whether a call names one prompt: text, ids, or messages."""
+    if isinstance(prompts, str):
+        return True
+    return len(prompts) > 0 and isinstance(prompts[0], int | np.integer | Mapping)
+
+
+def _per_request(name: str, value: Any, batch: int) -> list:
+    if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray):
+        return [value] * batch
+    if len(value) != batch:
+        raise ValueError(
+            f"{name} has {len(value)} values for {batch} prompts; give one value, or "
+            "one per prompt"
+        )
+    return list(value)
+
+
+def row_options(sampling: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """Sampling options (all but the temperature) of one request of a call."""
+
+    def of_row(name, value):
+        # A list of bans is one value for all rows, unless it is a list per row.
+        per_row = isinstance(value, Sequence | np.ndarray) and not isinstance(
+            value, str
+        )
+        if name == "banned_tokens":
+            per_row = per_row and len(value) and not isinstance(value[0], int)
+        return value[row] if per_row else value
+
+    return {k: of_row(k, v) for k, v in sampling.items() if k != "temperature"}
+
+
+def _temperature(config: StrategyConfig, temperature: Any) -> Any:
+    if temperature is None:
+        return config.default_temperature
+    if config.name == "greedy" and np.any(np.asarray(temperature) != 0):
+        raise ValueError(
+            f"strategy 'greedy' is temperature 0, got temperature {temperature!r}; use "
+            "strategy 'sample'"
+        )
+    return temperature

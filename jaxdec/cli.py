@@ -1,0 +1,347 @@
+"""The `jaxdec` command: generate, compare, inspect, models.
+
+One function per subcommand, and no logic of its own: what a subcommand prints is what
+the library returns. Results go to stdout; progress, evidence lines and errors go to
+stderr, so that stdout can be piped. An error that a person can mend is one message
+without a traceback: exit status 1, or 2 if the command line itself is wrong.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import rich.box
+import rich.console
+import rich.table
+import typer
+
+from jaxdec import console as terminal
+
+_HELP = """Decoding strategies for language models, chosen on evidence.
+
+\b
+A worked path:
+  jaxdec generate "Why is the sky blue?"
+      streams an answer of the built-in model (fetched once, 93 MB)
+  jaxdec generate "Why is the sky blue?" --strategy lookup
+      the same tokens, several a step where text repeats itself
+  jaxdec compare
+      runs greedy, sample, lookup and self_draft on the same prompts,
+      certifies that none of them changes the answer, says which to use
+  jaxdec inspect model.gguf
+      what a checkpoint is; the other commands take it as --model
+
+Each command has its own --help.
+"""
+
+app = typer.Typer(
+    help=_HELP,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[
+    str,
+    typer.Option(help="smollm2, a folder, a .gguf file, or a Hugging Face Hub id."),
+]
+Dtype = Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+DraftLength = Annotated[
+    int | None, typer.Option(help="Draft tokens a step; each strategy has its own.")
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits; the entry point of ``jaxdec``."""
+    sys.exit(terminal.run(app, arguments))
+
+
+def _version(is_wanted: bool) -> bool:
+    if is_wanted:
+        import jaxdec
+
+        typer.echo(f"jaxdec {jaxdec.__version__}")
+        raise typer.Exit
+    return is_wanted
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    del version
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help='Text; "-" reads it from stdin.')],
+    model: Model = "smollm2",
+    strategy: Annotated[
+        str, typer.Option(help="greedy, sample, lookup or self_draft.")
+    ] = "greedy",
+    draft_length: DraftLength = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 128,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 is greedy. If not given: 0.7 for sample, else 0."),
+    ] = None,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest; 0 is off.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Keep the likeliest up to this mass; 1 is off.")
+    ] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option(help="Keep those this likely against the first; 0 is off."),
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same tokens.")] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="Text that ends the answer; may be given several times."),
+    ] = None,
+    dtype: Dtype = "bfloat16",
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Apply the chat template; done if the model has one.",
+        ),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="Equal plain decoding bit for bit, in bfloat16."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Answer one prompt; stream the text.
+
+    With --json: {"outputs": [{"text", "tokens", "finish_reason"}], "evidence": {...}}.
+    """
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    # Before the model is loaded: these two are the likeliest slips.
+    if not prompt.strip():
+        raise ValueError(
+            "the prompt is empty; give some text, or - to read it from stdin"
+        )
+    terminal.prepare_jax()
+    import jaxdec
+    from jaxdec import measure, strategies
+
+    config = strategies.resolve(strategy, draft_length)
+    options: dict[str, Any] = {
+        "strategy": config,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": tuple(stop or ()),
+        "chat": chat,
+        "system": system,
+        "exact": exact,
+    }
+    jaxdec.sampling.make_sampling_params(
+        1, temperature=temperature or 0.0, top_k=top_k, top_p=top_p, min_p=min_p
+    )
+    lm = _load(model, dtype)
+    if as_json:
+        outputs = jaxdec.generate(lm, prompt, **options)
+        record = {
+            "outputs": [
+                {
+                    "text": item.text,
+                    "tokens": list(item.tokens),
+                    "finish_reason": item.finish_reason,
+                }
+                for item in outputs
+            ],
+            "evidence": {} if outputs.run is None else outputs.evidence.to_dict(),
+        }
+        typer.echo(json.dumps(record, allow_nan=False, ensure_ascii=False))
+        return
+    outputs = _stream(jaxdec.stream(lm, prompt, **options))
+    if outputs.run is not None:
+        evidence = measure.evidence(outputs.run, outputs.items, with_costs=False)
+        terminal.errors().print(
+            terminal.summary(config.name, evidence), style="dim", soft_wrap=True
+        )
+
+
+def _stream(pieces: Iterator[Any]) -> Any:
+    """Prints pieces as they come; returns the outputs behind them."""
+    while True:
+        try:
+            piece = next(pieces)
+        except StopIteration as end:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+            return end.value
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+
+
+@app.command()
+def compare(
+    model: Model = "smollm2",
+    strategies: Annotated[
+        str, typer.Option(help="Names, with commas; greedy is always run.")
+    ] = "greedy,sample,lookup,self_draft",
+    prompts: Annotated[
+        str,
+        typer.Option(
+            help="builtin, or a file: .jsonl with a prompt a line, or lines of text."
+        ),
+    ] = "builtin",
+    limit: Annotated[
+        int, typer.Option(help="Use the first so many prompts; 0 uses all.", min=0)
+    ] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Of each answer, at most.")] = 96,
+    temperature: Annotated[
+        float, typer.Option(help="Of all but greedy; sample uses 0.7 where it is 0.")
+    ] = 0.0,
+    draft_length: DraftLength = None,
+    seed: Annotated[
+        int, typer.Option(help="Of the first request; the next has the next.")
+    ] = 0,
+    repeats: Annotated[
+        int, typer.Option(help="Runs of each request; the median counts.")
+    ] = 1,
+    dtype: Dtype = "bfloat16",
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="Equal plain decoding bit for bit, in bfloat16."),
+    ] = False,
+    out: Annotated[
+        Path, typer.Option(help="Folder for report.json and report.md.")
+    ] = Path("report"),
+    as_json: Json = False,
+) -> None:
+    """Run strategies on the same prompts; certify, measure, and say which to use."""
+    from jaxdec.prompts import builtin, read
+
+    chosen = builtin() if prompts == "builtin" else read(prompts)
+    chosen = chosen[: limit or None]
+    terminal.prepare_jax()
+    from jaxdec.compare import compare as run
+    from jaxdec.compare import plan
+    from jaxdec.report import tables
+
+    names = [name.strip() for name in strategies.split(",") if name.strip()]
+    plan(names, temperature, draft_length)
+    lm = _load(model, dtype)
+    with terminal.progress_bar() as progress:
+        comparison = run(
+            lm,
+            chosen,
+            names,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            draft_length=draft_length,
+            repeats=repeats,
+            exact=exact,
+            out=out,
+            progress=progress,
+        )
+    report = comparison.to_dict()
+    if as_json:
+        typer.echo(json.dumps(report, allow_nan=False, ensure_ascii=False))
+        return
+    console = terminal.output()
+    _print_table(console, tables.HEADERS, tables.rows(report), tables.caption(report))
+    console.print()
+    for line in tables.advice_lines(report):
+        console.print(f"- {line}", markup=False, highlight=False)
+    terminal.errors().print(
+        f"wrote {out / 'report.json'} and {out / 'report.md'}", style="dim"
+    )
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="A folder, a .gguf file, or a name.")],
+    as_json: Json = False,
+) -> None:
+    """Say what a checkpoint is, without reading its weights."""
+    from jaxdec.io.cache import open_checkpoint
+    from jaxdec.report.checkpoints import describe
+
+    facts = describe(open_checkpoint(path, terminal.notice))
+    if as_json:
+        typer.echo(json.dumps(facts, allow_nan=False, ensure_ascii=False))
+        return
+    _print_table(
+        terminal.output(), ("", ""), [(k, _plain(v)) for k, v in facts.items()]
+    )
+
+
+@app.command()
+def models(as_json: Json = False) -> None:
+    """List the built-in models, and what is in the cache."""
+    from jaxdec.report.checkpoints import cached
+
+    found = cached()
+    if as_json:
+        typer.echo(json.dumps(found, allow_nan=False, ensure_ascii=False))
+        return
+    console = terminal.output()
+    rows = [
+        (m["name"], "built in", "ready" if m["is_fetched"] else "fetched when used")
+        for m in found["built_in"]
+    ]
+    rows += [
+        (m["name"], f"converted to {m['dtype']}", f"{m['bytes'] / 1e6:.0f} MB")
+        for m in found["converted"]
+    ]
+    _print_table(console, ("model", "what", "state"), rows)
+    console.print(f"cache: {found['cache']}", style="dim", soft_wrap=True)
+
+
+def _load(model: str, dtype: str) -> Any:
+    import jaxdec
+
+    return jaxdec.load(model, dtype=dtype, progress=terminal.notice)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {item}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "-" if value is None else str(value)
+
+
+def _print_table(
+    console: rich.console.Console,
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    caption: str | None = None,
+) -> None:
+    table = rich.table.Table(
+        box=rich.box.SIMPLE,
+        show_header=any(titles),
+        caption=caption,
+        padding=(0, 0 if len(titles) > 3 else 1),
+        pad_edge=False,
+    )
+    for number, title in enumerate(titles):
+        is_number = len(titles) > 3 and number not in (0, len(titles) - 1)
+        table.add_column(title, justify="right" if is_number else "left")
+    for row in rows:
+        table.add_row(*(rich.markup.escape(cell) for cell in row))
+    console.print(table)

@@ -1,0 +1,1 @@
+"""What people read: tables and reports made from the evidence."""

@@ -1,0 +1,83 @@
+"""What a checkpoint is, and which models are at hand, as plain values."""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from jaxdec.io.checkpoint import Checkpoint, expected_tensors
+from jaxdec.io.hub import BUILT_IN
+from jaxdec.io.storage import cache_folder
+
+
+def describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The facts of a checkpoint, as JSON values; no tensor is read."""
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    shapes = expected_tensors(config)
+    metadata = checkpoint.metadata
+    name = metadata.get("general.name") or metadata.get("architectures")
+    stored = metadata.get("number_formats") or metadata.get("stored_dtype")
+    return {
+        "source": checkpoint.source,
+        "format": checkpoint.format,
+        "name": ", ".join(name) if isinstance(name, list) else name,
+        "family": config.family,
+        "parameters": int(sum(np.prod(shape) for shape in shapes.values())),
+        "tensors": len(shapes),
+        "layers": config.num_layers,
+        "width": config.hidden_size,
+        "inner width": config.intermediate_size,
+        "heads": config.num_heads,
+        "key/value heads": config.num_kv_heads,
+        "head width": config.head_dim,
+        "vocabulary": config.vocab_size,
+        "context": config.max_positions,
+        "rope": [f"{rope.kind}, theta {rope.theta:g}" for rope in config.ropes],
+        "tied embeddings": config.tie_embeddings,
+        "experts": None if config.moe is None else config.moe.num_experts,
+        "stored as": stored,
+        "tokenizer": None if tokenizer is None else f"{tokenizer.vocab_size} tokens",
+        "chat template": tokenizer is not None and tokenizer.is_chat,
+        "stop tokens": [
+            f"{token} {tokenizer.decode([token], skip_special_tokens=False)}"
+            if tokenizer is not None
+            else str(token)
+            for token in checkpoint.stop_tokens
+        ],
+        "hash": checkpoint.content_hash,
+    }
+
+
+def cached() -> dict[str, Any]:
+    """The built-in models and those converted before, as JSON values."""
+    folder = cache_folder()
+    fetched = list((folder / "models").glob("*.gguf"))
+    converted = []
+    for file in sorted((folder / "converted").glob("*/checkpoint.json")):
+        try:
+            record = json.loads(file.read_text(encoding="utf-8"))
+            size = (file.parent / "model.safetensors").stat().st_size
+            name = record["metadata"].get("general.name", record["config"]["family"])
+        except (OSError, ValueError, KeyError):
+            # Damaged or half removed: a load converts it again.
+            continue
+        converted.append(
+            {
+                "name": name,
+                "dtype": file.parent.name.rpartition("-")[2],
+                "bytes": size,
+                "hash": record["content_hash"],
+            }
+        )
+    return {
+        "cache": str(folder),
+        "built_in": [
+            {"name": name, "is_fetched": _is_fetched(name, fetched)}
+            for name in BUILT_IN
+        ],
+        "converted": converted,
+    }
+
+
+def _is_fetched(name: str, files: list) -> bool:
+    return any(file.name.lower().startswith(name) for file in files)

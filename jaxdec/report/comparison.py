@@ -1,0 +1,188 @@
+"""The record of a comparison: what ``report.json`` holds, and what follows from it."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxdec import advice
+from jaxdec.certificate import Certificate
+from jaxdec.evidence import Evidence, jsonable
+from jaxdec.report.tables import markdown
+from jaxdec.strategies import LookupConfig, StrategyConfig
+
+NUM_SEEDS = 3
+"""Seeds whose outputs `distinct_outputs` tells apart."""
+
+NOTES = (
+    "A strategy that drafts nothing has acceptance rate 0 and no acceptance by "
+    "position: nothing was accepted, since nothing was drafted.",
+    "conditional_acceptance_by_position ends at the last position that was reached.",
+    "exact_match is the share of outputs whose tokens equal plain decoding's at the "
+    "same temperature and seed (for plain decoding itself: its own first run). A "
+    "rounding tie counts as different here; the certificate tells ties from errors.",
+    "repetition_rate is 0 where no output is long enough to repeat four tokens.",
+    "format_success_rate without an asked format: texts with something in them and no "
+    "replacement character.",
+    f"distinct_outputs counts the different outputs of the first prompt over "
+    f"{NUM_SEEDS} seeds; at temperature 0 the seed is not used, so it is 1.",
+    "Costs per step are measured alone, after the run; drafting, verifying and the "
+    "rest need not add up to the round.",
+    "Sampling changes what is said, not how fast, so 'sample' is not ranked.",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One strategy of a comparison."""
+
+    label: str
+    """Its name in the report: the strategy's, with K where one is listed twice."""
+    config: StrategyConfig
+    temperature: float
+    reference: str
+    """Label of the plain decoding that it must equal."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What a comparison found."""
+
+    model: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    entries: tuple[Entry, ...]
+    evidence: Mapping[str, Evidence]
+    """By label."""
+    certificates: Mapping[str, Certificate]
+    """By label; empty if none was asked for."""
+    advice: advice.Advice
+    requests: Mapping[str, tuple[Mapping[str, Any], ...]]
+    """By label, what the report adds to each request: prompt and text."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report: plain JSON values, the counts of every request among them."""
+        return self._report
+
+    @functools.cached_property
+    def _report(self) -> dict[str, Any]:
+        return {
+            "model": dict(self.model),
+            "settings": dict(self.settings),
+            "strategies": [self._strategy(entry) for entry in self.entries],
+            "certificates": {
+                label: certificate.to_dict()
+                for label, certificate in self.certificates.items()
+            },
+            "advice": jsonable(self.advice.to_dict()),
+        }
+
+    def _strategy(self, entry: Entry) -> dict[str, Any]:
+        evidence = self.evidence[entry.label]
+        fields = evidence.to_dict()
+        for record in (fields, *fields["requests"]):
+            for name in ("acceptance_rate", "repetition_rate"):
+                if name in record and record[name] is None:
+                    record[name] = 0.0
+            # What is not reached at one position is reached at no later one.
+            reached = record["conditional_acceptance_by_position"]
+            record["conditional_acceptance_by_position"] = [
+                rate for rate in reached if rate is not None
+            ]
+        fields["requests"] = [
+            {**more, **record}
+            for more, record in zip(
+                self.requests[entry.label], fields["requests"], strict=True
+            )
+        ]
+        greedy, own = self.evidence[advice.GREEDY].tpot_ms, evidence.tpot_ms
+        return {
+            "strategy": entry.label,
+            "draft_length": entry.config.length,
+            "temperature": entry.temperature,
+            "reference": entry.reference,
+            "speed_vs_greedy": greedy / own if greedy and own else None,
+            **fields,
+        }
+
+    def save(self, folder: str | Path) -> None:
+        """Writes ``report.json`` and ``report.md``."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
+        (folder / "report.json").write_text(text + "\n", encoding="utf-8")
+        (folder / "report.md").write_text(markdown(self.to_dict()), encoding="utf-8")
+
+
+def recommend(
+    entries: Sequence[Entry],
+    evidence: Mapping[str, Evidence],
+    certificates: Mapping[str, Certificate],
+) -> advice.Advice:
+    """The advice that the evidence and the certificates support.
+
+    Raises:
+        ValueError: greedy decoding has no time per token.
+    """
+    greedy = evidence[advice.GREEDY]
+    if greedy.tpot_ms is None:
+        raise ValueError(
+            "greedy decoding ended every answer at its first token, so there is no "
+            "time per token to compare; use other prompts, or a higher max_new_tokens"
+        )
+    return advice.advise(
+        dict(_measured(entries, evidence, certificates)),
+        greedy_tpot_ms=greedy.tpot_ms,
+        prefill_ms=max(1000 * greedy.ttft_s - greedy.tpot_ms, 0.0),
+        output_lengths=[request.output_length for request in greedy.requests],
+    )
+
+
+def _measured(
+    entries: Sequence[Entry],
+    evidence: Mapping[str, Evidence],
+    certificates: Mapping[str, Certificate],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What the advice needs of each strategy that drafts and was timed."""
+    plain_verify_ms = evidence[advice.GREEDY].verify_cost_ms
+    for entry in entries:
+        record, length = evidence[entry.label], entry.config.length
+        if not length or not record.tpot_ms:
+            continue
+        certificate = certificates.get(entry.label)
+        reasons = ("no certificate was drawn up",)
+        if certificate is not None:
+            reasons = certificate.reasons
+        yield (
+            entry.label,
+            {
+                "certified": certificate is not None and certificate.passed,
+                "certificate_reasons": reasons,
+                "tpot_ms": record.tpot_ms,
+                "tokens_per_step": record.tokens_per_step,
+                "draft_length": length,
+                "judged_per_step": record.num_judged / record.num_steps,
+                "acceptance_rate": record.acceptance_rate,
+                "conditional_acceptance_by_position": survival(record, length),
+                "draft_cost_ms": record.draft_cost_ms,
+                # A lookup finds one token or many in the same time.
+                "is_block": isinstance(entry.config, LookupConfig),
+                "verify_cost_ms": {0: plain_verify_ms, length: record.verify_cost_ms},
+            },
+        )
+
+
+def survival(record: Evidence, length: int) -> list[float]:
+    """Of the steps that accepted i draft tokens, the share that accepted one more.
+
+    A step that drafted too few counts as one that did not, so that the expected tokens
+    of a step at K are those that were measured, also for drafters of varying length.
+    """
+    accepted = [n for request in record.requests for n in request.steps.num_accepted]
+    rates, reached = [], len(accepted)
+    for i in range(length):
+        more = sum(n > i for n in accepted)
+        rates.append(more / reached if reached else 0.0)
+        reached = more
+    return rates

@@ -1,0 +1,146 @@
+"""The comparison as one table and a few words, for the terminal and for Markdown.
+
+Everything here reads the dictionary that ``report.json`` holds, so a report can be
+written again from the file alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Record = Mapping[str, Any]
+
+
+def _number(name: str, unit: str = "") -> Callable[[Record], str]:
+    def show(record):
+        value = record[name]
+        return "-" if value is None else f"{value:.2f}{unit}"
+
+    return show
+
+
+def _milliseconds(name: str) -> Callable[[Record], str]:
+    def show(record):
+        value = record[name]
+        return "-" if value is None else f"{value:.{1 if value >= 10 else 2}f}"
+
+    return show
+
+
+def _percent(name: str) -> Callable[[Record], str]:
+    def show(record):
+        return "-" if record[name] is None else f"{record[name]:.0%}"
+
+    return show
+
+
+def _if_drafting(show: Callable[[Record], str]) -> Callable[[Record], str]:
+    return lambda record: show(record) if record["draft_length"] else "-"
+
+
+def _memory(record: Record) -> str:
+    size = (record["drafter_param_bytes"] or 0) + (record["drafter_state_bytes"] or 0)
+    return f"{size / 1e6:.1f}" if size else "-"
+
+
+def _name(record: Record) -> str:
+    temperature = record["temperature"]
+    return record["strategy"] + (f" T{temperature:g}" if temperature else "")
+
+
+_BEFORE_CERTIFICATE = (
+    ("strategy", _name),
+    ("tokens\n/step", _number("tokens_per_step")),
+    ("accept\nrate", _if_drafting(_percent("acceptance_rate"))),
+    ("roll-\nbacks", _if_drafting(lambda record: str(record["num_rollbacks"]))),
+    ("TPOT\nms", _milliseconds("tpot_ms")),
+    ("speed", _number("speed_vs_greedy", unit="x")),
+    ("draft\nms", _if_drafting(_milliseconds("draft_cost_ms"))),
+    ("verify\nms", _milliseconds("verify_cost_ms")),
+    ("extra\nMB", _memory),
+    ("exact\nmatch", _percent("exact_match")),
+)
+HEADERS = (*(title for title, _ in _BEFORE_CERTIFICATE), "lossless")
+"""Titles of the columns of `rows`; some have two lines, to fit 80 characters."""
+
+
+def rows(report: Record) -> list[tuple[str, ...]]:
+    """One row a strategy, under `HEADERS`."""
+    certificates = report["certificates"]
+    return [
+        (
+            *(show(record) for _, show in _BEFORE_CERTIFICATE),
+            verdict(certificates.get(record["strategy"])),
+        )
+        for record in report["strategies"]
+    ]
+
+
+def verdict(certificate: Record | None) -> str:
+    """What a certificate says on losslessness, in a word or two."""
+    if certificate is None:
+        return "not tried"
+    if not certificate["passed"]:
+        return "NO"
+    ties = len(certificate["ties"])
+    return f"yes, {ties} tie{'s' if ties > 1 else ''}" if ties else "yes"
+
+
+def advice_lines(report: Record) -> list[str]:
+    """The advice as paragraphs: the verdict, then what was found and what to do."""
+    advice = report["advice"]
+    lines = advice["verdict"].splitlines()
+    lines += [
+        f"{finding['strategy']}: {finding['reason']}. {_sentence(finding)}"
+        for finding in advice["findings"]
+        if finding["code"] != "certificate"
+    ]
+    return lines
+
+
+def _sentence(finding: Record) -> str:
+    instruction = finding["instruction"]
+    return f"{instruction[:1].upper()}{instruction[1:]}."
+
+
+def caption(report: Record) -> str:
+    """What was held fixed, in one line."""
+    settings, model = report["settings"], report["model"]
+    return (
+        f"{model['name']} in {model['dtype']} on {settings['device']}; "
+        f"{len(settings['prompts'])} prompts one at a time, at most "
+        f"{settings['max_new_tokens']} new tokens, seed {settings['seed']}"
+    )
+
+
+def markdown(report: Record) -> str:
+    """The whole report as Markdown."""
+    lines = ["# Decoding strategies compared", "", caption(report), ""]
+    lines += _table(HEADERS, rows(report))
+    lines += ["", "## Advice", ""]
+    lines += [f"- {line}" for line in advice_lines(report)]
+    lines += ["", "## Quality", ""]
+    titles = ("strategy", "perplexity", "repetition", "format", "distinct", "finish")
+    lines += _table(titles, [_quality(record) for record in report["strategies"]])
+    lines += ["", "## How to read it", ""]
+    lines += [f"- {note}" for note in report["settings"]["notes"]]
+    return "\n".join(lines) + "\n"
+
+
+def _quality(record: Record) -> tuple[str, ...]:
+    reasons = record["finish_reasons"]
+    return (
+        _name(record),
+        _number("perplexity")(record),
+        _percent("repetition_rate")(record),
+        _percent("format_success_rate")(record),
+        str(record["distinct_outputs"]),
+        ", ".join(f"{name} {count}" for name, count in reasons.items()),
+    )
+
+
+def _table(titles: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    def line(cells):
+        plain = (c.replace("-\n", "").replace("\n", " ") for c in cells)
+        return f"| {' | '.join(c.replace('|', chr(92) + '|') for c in plain)} |"
+
+    return [line(titles), line(["---"] * len(titles)), *map(line, body)]

@@ -1,0 +1,255 @@
+"""The command: what it prints, where, and with which exit status."""
+
+import importlib
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers_tiny import CONFIG, write_model
+
+import jaxdec
+from jaxdec import console
+from jaxdec.certificate import certify as conclude
+from jaxdec.cli import app
+
+compare_module = importlib.import_module("jaxdec.compare")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_model(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs a command line in this process: exit status, stdout, stderr."""
+    monkeypatch.setattr(console, "prepare_jax", lambda: None)
+    monkeypatch.setattr(console, "QUIET_S", 1e9)
+    monkeypatch.setenv("JAXDEC_CACHE", str(tmp_path / "cache"))
+
+    def call(*arguments):
+        status = console.run(app, arguments)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+def command(*arguments, **options):
+    """Runs a command line in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "jaxdec", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        **options,
+    )
+
+
+def test_help_teaches(run):
+    for arguments in ([], ["--help"], ["-h"]):
+        status, out, err = run(*arguments)
+        assert status == 0 and err == ""
+        for word in ("generate", "compare", "inspect", "models", "A worked path"):
+            assert word in out
+    for name in ("generate", "compare", "inspect", "models"):
+        status, out, _ = run(name, "--help")
+        assert status == 0 and "--json" in out
+    assert run("--version")[:2] == (0, f"jaxdec {jaxdec.__version__}\n")
+
+
+def is_one_line(err):
+    return err.startswith("jaxdec: ") and err.count("\n") == 1 and err.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", ""], "prompt is empty"),
+        (["generate", " \n"], "prompt is empty"),
+        (["generate", "x", "--strategy", "magic"], "unknown strategy 'magic'"),
+        (["generate", "x", "--strategy", "draft_model"], "needs a model"),
+        (["generate", "x", "--temperature", "-1"], "temperature"),
+        (["generate", "x", "--temperature", "nan"], "temperature"),
+        (["generate", "x", "--top-p", "2"], "top_p"),
+        (["generate", "x", "--draft-length", "3"], "drafts nothing"),
+        (["generate", "x", "--strategy", "lookup", "--draft-length", "0"], "length"),
+        (["generate", "x", "--dtype", "float16"], "float16"),
+        (["generate", "x", "--model", "missing.gguf"], "missing.gguf"),
+        (["compare", "--strategies", "greedy,magic"], "unknown strategy 'magic'"),
+        (["compare", "--temperature", "nan"], "temperature"),
+        (["compare", "--prompts", "missing.jsonl"], "missing.jsonl"),
+        (["inspect", "missing"], "no model 'missing'"),
+    ],
+)
+def test_errors_are_one_line(run, arguments, words):
+    status, out, err = run(*arguments)
+    assert status == 1 and out == ""
+    assert is_one_line(err) and words in err, err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["generate"], ["nonsense"], ["generate", "x", "--seed", "y"], ["compare", "--no"]],
+)
+def test_usage_errors(run, arguments):
+    status, out, err = run(*arguments)
+    assert status == 2 and out == "" and is_one_line(err)
+
+
+def test_damaged_checkpoints(run, tmp_path):
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"GGUF" + bytes(range(200)))
+    for arguments in (
+        ["inspect", str(damaged)],
+        ["generate", "x", "--model", str(damaged)],
+    ):
+        status, out, err = run(*arguments)
+        assert status == 1 and out == ""
+        assert "damaged.gguf" in err and "Traceback" not in err
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    status, _, err = run("inspect", str(empty))
+    assert status == 1 and "config.json" in err
+
+
+def test_bad_values_after_loading(run, model):
+    tiny = ["--model", model, "--dtype", "float32"]
+    for more, words in (
+        (["--max-new-tokens", "-1"], "max_new_tokens"),
+        (["--max-new-tokens", "5000"], "positions"),
+        (["--seed", "-1"], "seed"),
+        (["--chat"], "chat"),
+        (["--stop", ""], "stop strings"),
+    ):
+        status, out, err = run("generate", "x", *tiny, *more)
+        assert status == 1 and out == "" and words in err, err
+
+
+def test_interrupt_is_quiet(run, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(console, "prepare_jax", interrupt)
+    assert run("generate", "x") == (130, "", "")
+
+
+def test_generate_json(run, model):
+    status, out, err = run(
+        *("generate", "abab", "--model", model, "--dtype", "float32", "--json"),
+        *("--max-new-tokens", "12", "--strategy", "lookup", "--draft-length", "2"),
+    )
+    assert status == 0 and err == ""
+    record = json.loads(out)
+    assert set(record) == {"outputs", "evidence"}
+    (item,) = record["outputs"]
+    assert set(item) == {"text", "tokens", "finish_reason"}
+    lm = jaxdec.load(model, dtype="float32")
+    plain = jaxdec.generate(lm, "abab", max_new_tokens=12)
+    assert item["tokens"] == list(plain[0].tokens) and item["text"] == plain[0].text
+    assert record["evidence"]["num_emitted"] == 12
+    assert record["evidence"]["sampling"]["draft_length"] == 2
+
+
+def test_nothing_to_generate(run, model):
+    tiny = ["--model", model, "--dtype", "float32", "--max-new-tokens", "0"]
+    status, out, _ = run("generate", "x", *tiny, "--json")
+    assert status == 0 and json.loads(out)["evidence"] == {}
+    assert run("generate", "x", *tiny)[:2] == (0, "\n")
+
+
+def test_generate_streams(run, model, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abab"))
+    tiny = ["--model", model, "--dtype", "float32", "--max-new-tokens", "8"]
+    status, out, err = run("generate", "-", *tiny)
+    lm = jaxdec.load(model, dtype="float32")
+    assert status == 0
+    assert out == jaxdec.generate(lm, "abab", max_new_tokens=8)[0].text + "\n"
+    assert err.startswith("[greedy] 8 tokens in 8 steps") and err.count("\n") == 1
+
+
+def test_compare(run, model, monkeypatch, tmp_path):
+    def passes(lm, prompts, strategy, **options):
+        return conclude(
+            strategy=strategy.name,
+            mode="greedy",
+            dtype=lm.dtype,
+            row_class="any",
+            tolerance=0.0,
+            num_positions=8,
+        )
+
+    monkeypatch.setattr(compare_module, "certify", passes)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("ab ab ab\nsecond\n")
+    options = [
+        *("--model", model, "--dtype", "float32", "--max-new-tokens", "8"),
+        *("--strategies", "lookup", "--prompts", str(prompts), "--limit", "1"),
+    ]
+    status, out, err = run("compare", *options, "--out", str(tmp_path / "a"))
+    assert status == 0
+    assert "lookup" in out and "lossless" in out and "TPOT" in out
+    assert "greedy" in out and "- Use " in out
+    assert str(tmp_path / "a" / "report.json") in err
+    saved = json.loads((tmp_path / "a" / "report.json").read_text())
+    assert set(saved) >= {"model", "settings", "strategies", "certificates"}
+    assert (tmp_path / "a" / "report.md").exists()
+    status, out, err = run("compare", *options, "--out", str(tmp_path / "b"), "--json")
+    assert status == 0 and err == ""
+    assert json.loads(out) == json.loads((tmp_path / "b/report.json").read_text())
+    (tmp_path / "file").write_text("")
+    status, out, err = run("compare", *options, "--out", str(tmp_path / "file"))
+    assert status == 1 and out == "" and is_one_line(err)
+
+
+def test_inspect(run, model):
+    status, out, _ = run("inspect", model, "--json")
+    facts = json.loads(out)
+    assert status == 0
+    assert facts["format"] == "safetensors" and facts["family"] == "llama"
+    assert facts["layers"] == 2 and facts["vocabulary"] == CONFIG["vocab_size"]
+    assert facts["tied embeddings"] is True and facts["chat template"] is False
+    assert facts["stop tokens"] == ["256 <|end|>"]
+    lm = jaxdec.load(model, dtype="float32")
+    assert facts["parameters"] == lm.num_params and facts["hash"] == lm.content_hash
+    status, out, _ = run("inspect", model)
+    assert status == 0 and "rope" in out and f"{lm.num_params:,}" in out
+
+
+def test_models(run, tmp_path):
+    status, out, _ = run("models", "--json")
+    assert status == 0
+    assert json.loads(out) == {
+        "cache": str(tmp_path / "cache"),
+        "built_in": [{"name": "smollm2", "is_fetched": False}],
+        "converted": [],
+    }
+    status, out, _ = run("models")
+    assert status == 0 and "smollm2" in out and "fetched when used" in out
+
+
+def test_process_is_quiet(model, tmp_path):
+    """A real start: no noise of an absent accelerator, compilations kept."""
+    env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    env["JAXDEC_CACHE"] = str(tmp_path)
+    tiny = ["--model", model, "--dtype", "float32", "--max-new-tokens", "2"]
+    done = command("generate", "abab", *tiny, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("[greedy]")
+    assert (tmp_path / "compiled").is_dir()
+
+
+@pytest.mark.real
+def test_capital_of_france():
+    question = "What is the capital of France?"
+    options = ["--strategy", "greedy", "--dtype", "float32", "--json"]
+    done = command("generate", question, *options)
+    assert done.returncode == 0, done.stderr
+    (item,) = json.loads(done.stdout)["outputs"]
+    assert item["tokens"] == [504, 3575, 282, 4649, 314, 7042, 30, 2]
+    assert item["text"] == "The capital of France is Paris."
+    assert item["finish_reason"] == "stop_token"

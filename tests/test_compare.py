@@ -1,0 +1,242 @@
+"""The comparison on a tiny model: every count again from the tokens, nothing null."""
+
+import importlib
+import json
+import types
+
+import pytest
+from helpers_tiny import write_model
+
+import jaxdec
+from jaxdec.certificate import Mismatch
+from jaxdec.certificate import certify as conclude
+from jaxdec.planning.break_even import expected_tokens
+from jaxdec.prompts import Prompt
+from jaxdec.report.comparison import survival
+
+# By this name: the package has a function of the same name.
+compare_module = importlib.import_module("jaxdec.compare")
+compare, plan = compare_module.compare, compare_module.plan
+
+PROMPTS = (
+    Prompt(id="one", text="ab ab ab ab ab", task="code"),
+    Prompt(id="two", text="What is this?", task="chat"),
+    Prompt(id="three", text="1, 2, 3, 1, 2, 3, 1, 2,", task="math"),
+)
+STRATEGIES = ("greedy", "sample", "lookup", "self_draft")
+
+
+WRONG = Mismatch(position=0, plain_token=1, emitted_token=2, gap=9.0, kind="divergence")
+
+
+@pytest.fixture
+def certify(monkeypatch):
+    """A certificate that always passes, and what it was asked."""
+    state = types.SimpleNamespace(calls=[], failing=())
+
+    def fake(lm, prompts, strategy, **options):
+        state.calls.append((strategy.name, list(prompts), options))
+        return conclude(
+            strategy=strategy.name,
+            mode="greedy",
+            dtype=lm.dtype,
+            row_class="2 to 7",
+            tolerance=1e-3,
+            num_positions=9,
+            divergences=[WRONG] * (strategy.name in state.failing),
+        )
+
+    monkeypatch.setattr(compare_module, "certify", fake)
+    return state
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory):
+    folder = write_model(tmp_path_factory.mktemp("tiny") / "model")
+    return jaxdec.load(folder, dtype="float32")
+
+
+@pytest.fixture
+def report(lm, certify, tmp_path):
+    told = []
+    strategies = [*STRATEGIES[:3], jaxdec.self_draft(1, length=3)]
+    compare(
+        lm,
+        PROMPTS,
+        strategies,
+        max_new_tokens=24,
+        out=tmp_path,
+        progress=lambda *event: told.append(event),
+    )
+    assert told[-1][:2] == (told[-1][1],) * 2
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+    text = (tmp_path / "report.json").read_text(encoding="utf-8")
+    return json.loads(text), (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def nulls(value, path=""):
+    if value is None:
+        return [path]
+    if isinstance(value, dict):
+        return [p for k, v in value.items() for p in nulls(v, f"{path}.{k}")]
+    if isinstance(value, list):
+        return [p for i, v in enumerate(value) for p in nulls(v, f"{path}[{i}]")]
+    return []
+
+
+FIELDS = """
+tokens_per_step acceptance_rate acceptance_length acceptance_by_position
+conditional_acceptance_by_position num_steps num_drafted num_judged num_accepted
+num_emitted num_rollbacks ttft_s tpot_ms e2e_s throughput_tokens_per_s compile_s
+num_compilations draft_cost_ms verify_cost_ms cache_length kv_bytes_read
+kv_bytes_written drafter_param_bytes drafter_state_bytes finish_reasons exact_match
+perplexity repetition_rate format_success_rate distinct_outputs versions hashes seed
+sampling
+""".split()
+
+
+def test_report_is_whole(report):
+    record, text = report
+    assert {"model", "settings", "strategies", "certificates"} <= set(record)
+    assert [s["strategy"] for s in record["strategies"]] == list(STRATEGIES)
+    for strategy in record["strategies"]:
+        assert set(FIELDS) <= set(strategy)
+        asked = {name: strategy[name] for name in FIELDS}
+        assert nulls(asked) == [], strategy["strategy"]
+        assert strategy["num_compilations"] > 0 and strategy["compile_s"] > 0
+    for name in STRATEGIES:
+        assert f"| {name}" in text
+    assert "## Advice" in text
+
+
+def test_counts_again_from_tokens_and_steps(report):
+    record, _ = report
+    for strategy in record["strategies"]:
+        steps = [request["steps"] for request in strategy["requests"]]
+        assert [r["prompt_id"] for r in strategy["requests"]] == ["one", "two", "three"]
+        for request in strategy["requests"]:
+            emitted = request["steps"]["num_emitted"]
+            assert sum(emitted) == len(request["tokens"]) == request["output_length"]
+            assert len(emitted) == request["num_steps"]
+            assert request["finish_reason"] in ("length", "stop_token")
+        for name in ("num_drafted", "num_judged", "num_accepted", "num_emitted"):
+            assert strategy[name] == sum(sum(s[name]) for s in steps)
+        num_steps = sum(len(s["num_emitted"]) for s in steps)
+        assert strategy["num_steps"] == num_steps
+        assert strategy["tokens_per_step"] == strategy["num_emitted"] / num_steps
+        pairs = [
+            pair
+            for s in steps
+            for pair in zip(s["num_judged"], s["num_accepted"], strict=True)
+        ]
+        assert strategy["num_rollbacks"] == sum(j > a for j, a in pairs)
+        judged = strategy["num_judged"]
+        rate = strategy["num_accepted"] / judged if judged else 0.0
+        assert strategy["acceptance_rate"] == rate
+        assert strategy["exact_match"] == 1.0
+    greedy, sample, lookup, self_draft = record["strategies"]
+    assert [r["tokens"] for r in greedy["requests"]] == [
+        r["tokens"] for r in lookup["requests"]
+    ]
+    assert greedy["num_drafted"] == 0 and greedy["acceptance_by_position"] == []
+    assert lookup["num_accepted"] > 0 and self_draft["num_judged"] > 0
+    assert greedy["distinct_outputs"] == 1
+    assert sample["temperature"] == 0.7 and 1 < sample["distinct_outputs"] <= 3
+
+
+def test_certificates_see_the_outputs(report, certify):
+    del report
+    assert [name for name, _, _ in certify.calls] == list(STRATEGIES)
+    for name, prompts, options in certify.calls:
+        assert prompts == [prompt.text for prompt in PROMPTS]
+        assert len(options["outputs"]) == len(PROMPTS)
+        assert options["temperature"] == (0.7 if name == "sample" else 0.0)
+        assert options["max_new_tokens"] == 24
+
+
+def test_advice_ranks_only_what_is_certified(lm, certify):
+    certify.failing = ("lookup",)
+    strategies = ["lookup", jaxdec.self_draft(1)]
+    found = compare(lm, PROMPTS[:1], strategies, max_new_tokens=8)
+    report = found.to_dict()
+    rankings = {r["strategy"]: r["action"] for r in report["advice"]["rankings"]}
+    assert rankings["lookup"] == "not_ranked"
+    assert rankings["self_draft"] in ("use", "keep", "turn_off")
+    assert report["advice"]["best"] != "lookup"
+    assert "lookup is not ranked" in report["advice"]["verdict"]
+    assert not report["certificates"]["lookup"]["passed"]
+    assert [s["strategy"] for s in report["strategies"]][0] == "greedy"
+
+
+def test_nothing_is_ranked_without_certificates(lm):
+    found = compare(lm, ["abab"], ["lookup"], max_new_tokens=8, certify=False)
+    assert not found.certificates
+    assert {r.action for r in found.advice.rankings} == {"not_ranked"}
+    assert found.advice.best == "greedy"
+
+
+def test_second_comparison_compiles_nothing(lm, certify):
+    del certify
+    options = {"max_new_tokens": 16, "repeats": 1}
+    compare(lm, PROMPTS[:2], ["lookup"], **options)
+    programs = dict(lm.programs)
+    compare(lm, PROMPTS[1:], ["lookup"], seed=5, **options)
+    assert lm.programs == programs
+
+
+def test_sampled_drafts_equal_plain_sampling(lm, certify):
+    del certify
+    found = compare(
+        lm, PROMPTS, ["lookup"], temperature=0.8, seed=3, max_new_tokens=16, top_k=20
+    )
+    assert list(found.evidence) == ["greedy", "sample", "lookup"]
+    assert found.evidence["lookup"].exact_match == 1.0
+    assert found.evidence["lookup"].distinct_outputs > 1
+    assert found.evidence["greedy"].sampling["temperature"] == 0.0
+    tokens = [r.tokens for r in found.evidence["lookup"].requests]
+    assert tokens == [r.tokens for r in found.evidence["sample"].requests]
+
+
+def test_prediction_at_the_measured_length(lm, certify):
+    """E(K) from the survival of drafts is what was measured, also for lookup."""
+    del certify
+    found = compare(lm, PROMPTS, ["lookup"], max_new_tokens=24)
+    evidence = found.evidence["lookup"]
+    assert evidence.num_judged < 6 * evidence.num_steps
+    rates = survival(evidence, 6)
+    assert expected_tokens(rates, 6) == pytest.approx(evidence.acceptance_length)
+    assert 6 in found.advice.rankings[0].predicted_tpot_ms
+
+
+def test_plan():
+    entries = plan(["lookup", jaxdec.lookup(length=2)], 0.0)
+    assert [e.label for e in entries] == ["greedy", "lookup-6", "lookup-2"]
+    assert [e.config.length for e in plan(["sample", "lookup"], 0.0, 3)] == [0, 0, 3]
+    sampled = {e.label: (e.temperature, e.reference) for e in plan(["lookup"], 0.5)}
+    assert sampled == {
+        "greedy": (0.0, "greedy"),
+        "sample": (0.5, "sample"),
+        "lookup": (0.5, "sample"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("strategies", "options", "words"),
+    [
+        (["nonsense"], {}, "unknown strategy"),
+        (["lookup", "lookup"], {}, "twice"),
+        (["lookup"], {"temperature": -1.0}, "temperature"),
+        (["lookup"], {"temperature": float("nan")}, "temperature"),
+        (["lookup"], {"draft_length": 0}, "draft length"),
+        (["lookup"], {"max_new_tokens": 1}, "max_new_tokens"),
+        (["lookup"], {"repeats": 0}, "repeats"),
+        (["lookup"], {"seed": -1}, "seed"),
+    ],
+)
+def test_bad_input(lm, strategies, options, words):
+    before = dict(lm.programs)
+    with pytest.raises(ValueError, match=words):
+        compare(lm, PROMPTS, strategies, **options)
+    with pytest.raises(ValueError, match="no prompts"):
+        compare(lm, [], ["lookup"])
+    assert lm.programs == before
