@@ -29,8 +29,10 @@ def rejecting():
 
 def with_plan(plan):
     params = rejecting().params
-    plan = jnp.asarray(plan, jnp.int32)
-    return params.replace(drafter=(plan, params.drafter[1]))
+    plan = np.asarray(plan, np.int32)
+    # Always as wide: another width would be another program.
+    plan = np.tile(plan, (1, -(-64 // plan.shape[1])))[:, :64]
+    return params.replace(drafter=(jnp.asarray(plan), params.drafter[1]))
 
 
 def test_b23_both_caches_after_every_step():
