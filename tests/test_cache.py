@@ -106,7 +106,7 @@ def test_decoding_across_a_block(length):
     for row, prompt in enumerate(prompts):
         choice = np.argmax(logits[row], axis=-1)[len(prompt) - 1 :][:20]
         assert choice.tolist() == expected[row]
-    built = wide("corrupted_tree")
+    built = wide("tree")
     state = toy.poison(built.prefill(built.params, request), np.nan)
     state, _, _ = built.generate(built.params, state, jnp.int32(toy.SLOTS))
     assert toy.tokens_of(state) == expected

@@ -96,7 +96,7 @@ def test_b04_greedy_and_seeded_rows_beside_each_other():
     """Each row equals its own run among greedy neighbours."""
     mixed = toy.ragged(temperature=[0.0, 1.0, 1.0, 0.8], seeds=[0, 1, 2, 2], max_new=14)
     expected = toy.plain(mixed)
-    for name in ("draft", "self", "corrupted_tree"):
+    for name in ("draft", "self", "tree"):
         assert toy.output(name, mixed) == expected
     greedy = toy.ragged(max_new=14)
     assert toy.plain(greedy)[0] == expected[0]
@@ -148,7 +148,7 @@ def test_b15_sampled_stop():
     stop = [[row[5]] for row in free]
     request = toy.ragged(max_new=24, temperature=0.9, stop=stop)
     expected = [row[: row.index(row[5]) + 1] for row in free]
-    for name in ("plain", "self", "corrupted_tree"):
+    for name in ("plain", "self", "tree"):
         assert toy.output(name, request) == expected
 
 

@@ -11,7 +11,7 @@ from jaxdec.drafters.draft_model import draft_model
 from jaxdec.drafters.none import none
 from jaxdec.types import FinishReason
 
-SPECULATIVE = ("draft", "self", "corrupted", "corrupted_tree", "lookup")
+SPECULATIVE = ("draft", "self", "corrupted", "tree", "lookup")
 
 PENALTIES = {
     "repetition_penalty": [1.3, 1.0, 1.0, 1.2],
@@ -134,7 +134,7 @@ def test_b44_a_bias_holds_at_every_place(name):
     assert generated[2] == free[2]
 
 
-@pytest.mark.parametrize("name", ["self", "draft", "corrupted_tree", "lookup"])
+@pytest.mark.parametrize("name", ["self", "draft", "tree", "lookup"])
 def test_filters_under_speculation(name):
     request = toy.ragged(
         max_new=30,

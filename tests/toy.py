@@ -369,7 +369,6 @@ METHODS = (
     "first_layers",
     "corrupted",
     "tree",
-    "corrupted_tree",
     "junk",
     "draft_rejection",
     "self_rejection",
@@ -404,8 +403,7 @@ def method(name: str, capacity: int = CAPACITY) -> Method:
             {"shared": target},
             (tiny(), target),
         ),
-        "tree": lambda: (tree_of(oracle), {"shared": target}, (tiny(), target)),
-        "corrupted_tree": lambda: (
+        "tree": lambda: (
             tree_of(corrupted(oracle)),
             {"shared": target},
             (tiny(), target),
