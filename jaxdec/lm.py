@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,6 +45,8 @@ class LM:
         default_factory=dict, repr=False
     )
     """Everything compiled for this model so far."""
+    replays: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+    """Answers that the plain step has judged already (`jaxdec.certify`)."""
 
     def program(self, key: ProgramKey) -> tuple[Program, bool]:
         """The compiled program of a key, and whether it had to be compiled now."""
