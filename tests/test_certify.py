@@ -120,9 +120,7 @@ def _rejection_with(recover):
         )[0, 0]
         drawn, _ = sampling.first_max(law + noise)
         is_rejected = node < draft.length
-        return right.replace(
-            next_token=jnp.where(is_rejected, drawn, right.next_token)
-        )
+        return right.replace(next_token=jnp.where(is_rejected, drawn, right.next_token))
 
     return AcceptFn(name="wrong", needs_log_probs=True, accept=accept)
 
