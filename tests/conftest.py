@@ -1,6 +1,7 @@
 """Strict JAX for every test, and shape checks on every function of the library."""
 
 import os
+import pathlib
 
 # The TPU compiler is installed for the tests that compile ahead of time; JAX must not
 # go looking for a TPU because of it.
@@ -8,6 +9,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+
+# Tests spend most of their time compiling; what one has compiled, others find again.
+_CACHE = pathlib.Path(__file__).resolve().parent.parent / ".pytest_cache" / "xla"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 import jax
 from jaxtyping import install_import_hook

@@ -154,6 +154,7 @@ def tpu():
 
 
 @pytest.mark.tpu
+@pytest.mark.xdist_group("libtpu")  # One process at a time may hold the TPU compiler.
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_tpu_program_stays_on_the_chip(name, tpu):
     for kind, text in compiled_texts(name, TPU_CAPACITY, tpu).items():

@@ -281,3 +281,23 @@ def test_broken_weights_are_refused(tmp_path):
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
         jaxdec.load(folder, dtype="float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saved_with_orbax_and_loaded_again(tmp_path, dtype):
+    lm = jaxdec.load(write_model(tmp_path / "tiny"), dtype=dtype)
+    lm.save(tmp_path / "saved")
+    again = jaxdec.load(tmp_path / "saved", dtype=dtype)
+    assert again.config == lm.config and again.stop_tokens == lm.stop_tokens
+    assert again.content_hash == lm.content_hash
+    assert jax.tree.structure(again.params) == jax.tree.structure(lm.params)
+    for a, b in zip(
+        jax.tree.leaves(lm.params), jax.tree.leaves(again.params), strict=True
+    ):
+        assert a.dtype == b.dtype and bool((a == b).all())
+    assert again.tokenizer.encode("the cat") == lm.tokenizer.encode("the cat")
+    other = "float32" if dtype == "bfloat16" else "bfloat16"
+    with pytest.raises(ValueError, match=f"was saved in {dtype}"):
+        jaxdec.load(tmp_path / "saved", dtype=other)
+    with pytest.raises(ValueError, match="exists"):
+        lm.save(tmp_path / "saved")

@@ -6,8 +6,10 @@
    ``--transformers`` (needs torch and transformers), its ratio to their greedy decoding
    on the same weights, measured alternately.
 2. TPOT at a cache capacity of 8192 slots over that at 512.
-3. Overhead of the engine: a greedy step and a step of K = 4 minus target forward,
-   propose and extend, as a share of the step; medians of paired measurements.
+3. Overhead of the engine: a greedy step and a step of K = 4 minus propose, target
+   forward and extend, as a share of the step; medians of paired measurements. The three
+   run one after another in one program, as in the step: apart, each would find its own
+   weights in the processor's caches.
 
 Everything is warm, compilation is apart, and every time ends in `block_until_ready`.
 """
@@ -120,14 +122,20 @@ def overhead(lm, strategy):
     """Engine overhead: share of a step that no model or drafter accounts for."""
     checked = call.check(lm, PROMPT, strategy=strategy, max_new_tokens=NEW_TOKENS)
     compiled, _ = lm.program(checked.key)
-    bodies = measure.step_parts(lm, compiled)
+    step, forward, propose, extend, _ = measure.step_parts(lm, compiled)
     state = measure.warm_state(lm, compiled)
-    timers = [measure.Rounds(body, compiled.params, state) for body in bodies]
+
+    def parts(params, state):
+        return extend(params, forward(params, propose(params, state)))
+
+    whole, bare = (measure.Rounds(b, compiled.params, state) for b in (step, parts))
     shares, steps = [], []
-    for _ in range(4 * REPEATS):
-        whole, *parts = (timer.sample() for timer in timers)
-        shares.append((whole - sum(parts)) / whole)
-        steps.append(whole)
+    for turn in range(4 * REPEATS):
+        # In turns, so that a drift of the machine hits both alike.
+        pair = (whole, bare) if turn % 2 else (bare, whole)
+        found = {timer: timer.sample() for timer in pair}
+        shares.append(1 - found[bare] / found[whole])
+        steps.append(found[whole])
     return statistics.median(shares), statistics.median(steps)
 
 
