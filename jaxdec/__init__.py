@@ -9,12 +9,17 @@ print(out[0].text, out.evidence.tokens_per_step)
 
 __version__ = "0.1.0"
 
-from jaxdec import acceptance, draft_length, drafters, models, sampling, tree
+from jaxdec import acceptance, decoding, draft_length, drafters, models, sampling, tree
+from jaxdec.cache import KVCache
+from jaxdec.certificate import Certificate
 from jaxdec.certify import certify
 from jaxdec.compare import compare
 from jaxdec.decoding import autoregressive, jit_programs, speculative
+from jaxdec.evidence import Evidence
 from jaxdec.lm import LM, load
+from jaxdec.models.decoder import init_params, make_model
 from jaxdec.report.comparison import Comparison
+from jaxdec.sampling_params import make_sampling_params
 from jaxdec.strategies import (
     StrategyConfig,
     draft_model,
@@ -26,13 +31,16 @@ from jaxdec.strategies import (
 from jaxdec.text import Generated, Outputs, Piece, generate, stream
 from jaxdec.types import (
     Acceptance,
+    AcceptFn,
     Commit,
     DecodeState,
     Draft,
     Drafter,
     DrafterParams,
     FinishReason,
+    Judgement,
     Model,
+    Output,
     Request,
     SamplingParams,
     Sequences,
@@ -62,6 +70,10 @@ __all__ = [
     "self_draft",
     # Engine.
     "autoregressive",
+    "decoding",
+    "init_params",
+    "make_model",
+    "make_sampling_params",
     "jit_programs",
     "speculative",
     # Parts.
@@ -72,7 +84,13 @@ __all__ = [
     "sampling",
     "tree",
     # Data.
+    "AcceptFn",
     "Acceptance",
+    "Certificate",
+    "Evidence",
+    "Judgement",
+    "KVCache",
+    "Output",
     "Commit",
     "DecodeState",
     "Draft",

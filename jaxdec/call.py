@@ -15,7 +15,7 @@ from jaxdec.cache import round_capacity
 from jaxdec.decoding import PREFILL_CHUNK
 from jaxdec.lm import LM
 from jaxdec.program import ProgramKey, bucket, make_request
-from jaxdec.rounding import EXACT_WIDTH, WIDTHS, plain_rows
+from jaxdec.rounding import COMMON, EXACT_WIDTH, WIDTHS, plain_rows
 from jaxdec.sampling import make_sampling_params
 from jaxdec.strategies import StrategyConfig, resolve
 from jaxdec.types import LogitsProcessor, Request
@@ -114,10 +114,17 @@ def check(
     )
     exact_width = 0
     if exact:
-        least = EXACT_WIDTH if exact is True else int(exact)
-        exact_width = max(least, batch * (config.length + 1))
+        exact_width = EXACT_WIDTH if exact is True else int(exact)
+        needed = batch * (config.length + 1)
+        if needed > exact_width:
+            raise ValueError(
+                f"exact={exact} covers {exact_width} rows, but {batch} requests x "
+                f"{config.length + 1} nodes are {needed}; pass exact={needed} to every "
+                "call that is to be compared"
+            )
         plain_rows(lm, exact_width)  # Says so now if the device has no such class.
-    headroom = max(config.length + 1, PREFILL_CHUNK, max(WIDTHS) if exact else 0)
+    padding = max(WIDTHS) if exact else COMMON
+    headroom = max(PREFILL_CHUNK, config.length + 1 + padding)
     most = round_capacity(lm.config.max_positions + headroom)
     key = ProgramKey(
         config=config,

@@ -194,6 +194,7 @@ def certify(
     divergences: Sequence[Mismatch] = (),
     ks: KSResult | None = None,
     num_impossible: int = 0,
+    errors: Sequence[str] = (),
 ) -> Certificate:
     """Draws the conclusion from what was compared.
 
@@ -209,9 +210,10 @@ def certify(
         ks: The distribution test; ``mode="law"`` needs it.
         num_impossible: Emitted tokens whose probability was zero, further from a
             cut-off than the tolerance.
+        errors: What else was found wrong, such as an answer that ends too early.
     """
-    reasons = []
-    if num_positions < 1:
+    reasons = list(errors)
+    if num_positions < 1 and not errors:
         reasons.append("nothing was compared: generate at least one token")
     if divergences:
         first = divergences[0]

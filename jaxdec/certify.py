@@ -26,13 +26,16 @@ from jaxdec.certificate import (
 )
 from jaxdec.certificate import certify as conclude
 from jaxdec.lm import LM
-from jaxdec.measure import row_gaps
 from jaxdec.rounding import EXACT_WIDTH, describe, plain_rows, rows_for
+from jaxdec.scoring import row_gaps
 from jaxdec.statistics import kolmogorov_smirnov, pit_values
 from jaxdec.strategies import StrategyConfig, resolve, sample
 from jaxdec.types import Acceptance, AcceptFn, Draft, Judgement, Sequences
 
 _PIT_SEED = 20_23
+
+MAX_REPLAYS = 512
+"""Judged answers that a model keeps."""
 
 
 def _take_script(sequences: Sequences, draft: Draft, judgement: Judgement):
@@ -73,6 +76,8 @@ def _observation(sequences, nodes, adjusted, judgement, accepted) -> dict[str, A
         return jnp.take_along_axis(values, token[:, None], axis=-1)[:, 0]
 
     gap = at(score, choice) - at(score, emitted)
+    # The choice was the largest before normalising; after it, the last bit may differ.
+    gap = jnp.where(gap < 0, 0.0, gap)
     edges = _edges(params, adjusted, law, distance)
     near = jnp.minimum(
         _to_edge(*edges, at(distance, choice)), _to_edge(*edges, at(distance, emitted))
@@ -155,7 +160,7 @@ def certify(
         temperature: as for `jaxdec.generate`.
         seed: of every request; request i of a law test is decoded with ``seed + i``.
         exact: one row class for all forwards; then no tie is allowed.
-        outputs: answers of `jaxdec.generate` to these prompts with these options, so
+        outputs: answers of `jaxdec.generate` to these prompts with this strategy, so
             that nothing is generated again.
         progress: told in words how far it is.
         **options: as for `jaxdec.generate`.
@@ -180,18 +185,62 @@ def certify(
                     strategy=config,
                     max_new_tokens=max_new_tokens,
                     temperature=temperature,
-                    seed=seed + i if isinstance(seed, int) else seed,
+                    seed=_seed(seed, i),
                     exact=exact,
                     **options,
                 )
             )
+    else:
+        _check_outputs(outputs, config, len(prompts))
     calls = [
         (o.run.call, [item.tokens for item in o]) for o in outputs if o.run is not None
     ]
-    return _certificate(lm, config, exact, calls, progress)
+    errors = [
+        error
+        for o in outputs
+        if o.run is not None
+        for row, item in enumerate(o)
+        for error in _ending_errors(o.run.call, row, item)
+    ]
+    if errors:
+        # Past a wrong end there is nothing to compare with.
+        calls = []
+    return _certificate(lm, config, exact, calls, progress, errors)
 
 
-def _certificate(lm, config, exact, calls, progress) -> Certificate:
+def _check_outputs(outputs, config: StrategyConfig, num_prompts: int) -> None:
+    """Raises where `outputs` are not what is to be certified."""
+    for o in outputs:
+        if o.run is not None and o.run.call.config != config:
+            raise ValueError(
+                f"the outputs are of {o.run.call.config}, but {config} is to be "
+                "certified; pass outputs of that strategy"
+            )
+    found = sum(len(o) for o in outputs)
+    if found != num_prompts:
+        raise ValueError(
+            f"there are {found} outputs for {num_prompts} prompts; pass one of each"
+        )
+
+
+def _ending_errors(call: Call, row: int, item: text.Generated) -> list[str]:
+    """Where an answer ends at a place that plain decoding would not end at."""
+    tokens, limit = item.tokens, call.max_new_tokens[row]
+    stops = set(call.stop_tokens)
+    errors = []
+    if any(token in stops for token in tokens[:-1]):
+        errors.append(f"answer {row} goes on after a stop token")
+    ends_in_stop = bool(tokens) and tokens[-1] in stops
+    if (item.finish_reason == "stop_token") != ends_in_stop:
+        errors.append(
+            f"answer {row} ends with token {tokens[-1:]} for {item.finish_reason}"
+        )
+    if len(tokens) > limit or (item.finish_reason == "length" and len(tokens) < limit):
+        errors.append(f"answer {row} has {len(tokens)} tokens, its limit is {limit}")
+    return errors
+
+
+def _certificate(lm, config, exact, calls, progress, errors) -> Certificate:
     is_law = config.rule == "rejection"
     is_sampled = False
     found: list[dict[str, np.ndarray]] = []
@@ -258,6 +307,7 @@ def _certificate(lm, config, exact, calls, progress) -> Certificate:
         divergences=divergences,
         ks=ks,
         num_impossible=num_impossible,
+        errors=errors,
     )
 
 
@@ -296,7 +346,7 @@ def replay(
         num_slots=call.key.num_slots,
         **options,
     )
-    seen = (plain.key, call.prompts, tuple(tokens), str(call.seeds), str(call.sampling))
+    seen = (plain.key, call.prompts, tuple(tokens), _bytes(plain.request))
     if seen in lm.replays:
         return lm.replays[seen]
     program, _ = lm.program(plain.key)
@@ -313,11 +363,21 @@ def replay(
             f"the replay ended after {num} of {longest} tokens; pass the options that "
             "the answers were generated with"
         )
+    while len(lm.replays) >= MAX_REPLAYS:
+        lm.replays.pop(next(iter(lm.replays)))
     lm.replays[seen] = [
         {name: leaf[row, : len(said)] for name, leaf in info.observed.items()}
         for row, said in enumerate(tokens)
     ]
     return lm.replays[seen]
+
+
+def _bytes(request) -> bytes:
+    """All values of a request but its prompt."""
+    values = request.replace(
+        prompt=request.prompt_length, key=jax.random.key_data(request.key)
+    )
+    return b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(values))
 
 
 _OBSERVERS: dict[Any, Callable] = {}
@@ -347,6 +407,14 @@ def _tolerance(lm: LM, config: StrategyConfig, tokens: Sequence[int]) -> float:
     narrow, wide = plain_rows(lm), max(config.length + 1, 8)
     plain, other = row_gaps(lm, tokens, narrow), row_gaps(lm, tokens, wide)
     return rounding_tolerance(plain - other, lm.dtype)
+
+
+def _seed(seed: Any, number: int) -> Any:
+    """The seed of a request: counted on from the first, or from a list."""
+    if isinstance(seed, Sequence):
+        return seed[number]
+    is_whole = isinstance(seed, int | np.integer)
+    return (int(seed) + number) % 2**32 if is_whole else seed
 
 
 def _row_class(lm: LM, config: StrategyConfig, exact: bool) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxdec import advice, measure, statistics
 from jaxdec.call import Call, check
+from jaxdec.certificate import Certificate
 from jaxdec.certify import certify
 from jaxdec.evidence import Evidence, merge
 from jaxdec.lm import LM
@@ -166,6 +167,16 @@ def compare(
             outputs=chosen[entry.label],
             progress=step.say,
             **options,
+        )
+    for entry in entries if certify else ():
+        references = [found[0][0].tokens for found in runs[entry.reference]]
+        evidence[entry.label] = dataclasses.replace(
+            evidence[entry.label],
+            exact_match=_tie_aware_match(
+                [o[0].tokens for o in chosen[entry.label]],
+                references,
+                certificates[entry.label],
+            ),
         )
     comparison = Comparison(
         model=_model(lm),
@@ -330,6 +341,30 @@ def _evidence(
         compile_s=sum(program.compile_s for program in programs),
         num_compilations=sum(program.num_compilations for program in programs),
     )
+
+
+def _tie_aware_match(
+    outputs: Sequence[Sequence[int]],
+    references: Sequence[Sequence[int]],
+    certificate: Certificate,
+) -> float:
+    """Share of outputs that equal their reference, or leave it at a named tie."""
+    ties = {(tie.request, tie.position) for tie in certificate.ties}
+    wrong = {bad.request for bad in certificate.divergences}
+
+    def matches(i, output, reference):
+        if tuple(output) == tuple(reference):
+            return True
+        pairs = enumerate(zip(output, reference, strict=False))
+        shorter = min(len(output), len(reference))
+        first = next((at for at, (a, b) in pairs if a != b), shorter)
+        return i not in wrong and (i, first) in ties
+
+    found = [
+        matches(i, *pair)
+        for i, pair in enumerate(zip(outputs, references, strict=True))
+    ]
+    return sum(found) / len(found)
 
 
 def _certificate(lm: LM, prompts: Sequence[Any], *args: Any, **options: Any):

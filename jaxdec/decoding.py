@@ -75,7 +75,9 @@ def speculative(
     """
     max_length = drafter.max_length
     num_nodes = max_length + 1
-    headroom = max(num_nodes, model.min_rows, prefill_chunk)
+    # A drafter with a cache of its own may write K tokens and a padded forward past
+    # what the target has read.
+    headroom = max(prefill_chunk, num_nodes + model.min_rows)
     if capacity <= headroom:
         raise ValueError(
             f"capacity {capacity} leaves no room beside the {headroom} slots that a "
@@ -145,7 +147,7 @@ def speculative(
         info = StepInfo(
             is_live=sequences.finish == FinishReason.NONE,
             **_draft_info(draft),
-            **_counts(draft, nodes, accepted, count, stop_count),
+            **_counts(sequences, draft, nodes, accepted, count, stop_count),
             path=accepted.path,
             **_logprobs(output.logits, path, emitted, num_logprobs),
             observed=()
@@ -277,10 +279,14 @@ def _allowed(sequences: Sequences, draft: Draft) -> Int[Array, "B"]:
     """Draft tokens to judge: none for finished rows, and never past the limit.
 
     A step always ends with a token of the target's own, so a row with r tokens left
-    takes at most r - 1 drafts.
+    takes at most r - 1 drafts of a chain. A tree is not cut by its number of nodes: how
+    deep its accepted path may go is cut afterwards.
     """
     room = sequences.limit - sequences.length - 1
-    most = jnp.minimum(sequences.max_draft_length, jnp.maximum(room, 0))
+    most = sequences.max_draft_length
+    if draft.parents is None:
+        most = jnp.minimum(most, room)
+    most = jnp.where(room > 0, most, 0)
     most = jnp.minimum(most, draft.tokens.shape[1])
     length = jnp.clip(draft.length, 0, most)
     return jnp.where(sequences.finish == FinishReason.NONE, length, 0)
@@ -315,10 +321,12 @@ def _cut(sequences, judgement, accepted, emitted):
     finite = _along(judgement.is_finite, accepted.path)
     finite_count = jnp.min(jnp.where(finite, num, index), axis=1)
 
+    room = sequences.limit - sequences.length
     count = jnp.minimum(jnp.minimum(offered, stop_count), finite_count)
+    count = jnp.minimum(count, room)
     count = jnp.where(running, count, 0)
     stopped = running & (stop_count <= count)
-    broken = running & (finite_count < offered) & ~stopped
+    broken = running & (finite_count < jnp.minimum(offered, room)) & ~stopped
     full = running & (sequences.length + count >= sequences.limit)
     finish = jnp.where(full, jnp.int32(FinishReason.LENGTH), sequences.finish)
     finish = jnp.where(broken, jnp.int32(FinishReason.NONFINITE), finish)
@@ -361,14 +369,18 @@ def _draft_info(draft: Draft) -> dict:
     }
 
 
-def _counts(draft, nodes, accepted, count, stop_count) -> dict:
+def _counts(sequences, draft, nodes, accepted, count, stop_count) -> dict:
     """Accounting of one step, once, for everything that reports it."""
     index = jnp.arange(nodes.depth.shape[1], dtype=jnp.int32)[None]
     judged = jnp.where(index <= draft.length[:, None], nodes.depth, 0)
     return {
         "num_drafted": draft.length,
         # A tree is judged along one path: what counts is how deep it went.
-        "num_judged": jnp.minimum(jnp.max(judged, axis=1), stop_count),
+        "num_judged": jnp.clip(
+            jnp.max(judged, axis=1),
+            0,
+            jnp.minimum(stop_count, sequences.limit - sequences.length),
+        ),
         "num_accepted": jnp.minimum(accepted.num_accepted, count),
         "num_emitted": count,
     }

@@ -164,8 +164,10 @@ def collect(
                 f"row {row} returns {len(tokens[row])} tokens but its steps emitted "
                 f"{counts.num_emitted}; cut tokens and steps at one index (`cut`)."
             )
-        first = None if ttft_s is None else float(ttft_s[row])
-        last = None if request_e2e_s is None else float(request_e2e_s[row])
+        # A request that asks for no tokens takes no step and has no times.
+        ran = counts.num_steps > 0
+        first = float(ttft_s[row]) if ran and ttft_s is not None else None
+        last = float(request_e2e_s[row]) if ran and request_e2e_s is not None else None
         later = sum(steps.num_emitted[1:])
         timed = first is not None and last is not None
         requests.append(

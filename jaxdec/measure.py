@@ -1,17 +1,17 @@
 """What the evidence needs beyond the run itself: costs, perplexity, versions.
 
-Costs are measured after the run, at its real shapes and with the state it ended in:
-several rounds inside one program, warm, `block_until_ready`, the median of a few
-repeats. A forward that XLA would move out of such a loop is kept in it by feeding each
-round's state to the next.
+Costs are measured after the run, at its real shapes, with its sampling parameters and
+in the middle of its answers: several rounds inside one program, warm,
+`block_until_ready`, the median of a few repeats. A forward that XLA would move out of
+such a loop is kept in it by feeding each round's state to the next.
 """
 
-import functools
+import dataclasses
 import importlib.metadata
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,12 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxdec
-from jaxdec import counts, sampling
-from jaxdec.decoding import PREFILL_CHUNK
+from jaxdec import counts, sampling, scoring
 from jaxdec.evidence import Evidence, RunFacts, collect
-from jaxdec.models.decoder import make_model
-from jaxdec.program import Program, abstract_request, bucket, target_model
-from jaxdec.types import Commit, DecodeState, Draft, Model
+from jaxdec.program import Program, abstract_request, target_model
+from jaxdec.types import Commit, DecodeState, Draft
 
 ROUNDS = 8
 REPEATS = 5
@@ -52,14 +50,17 @@ def evidence(
     call, program = run.call, run.program
     lm = call.lm
     prompt_length = np.asarray([len(p) for p in call.prompts])
-    num_rows = max(program.strategy.max_length + 1, 1)
+    # Forwards are padded to a class of rows, and write what they are padded to.
+    padded = -(-target_model(lm, program.key).min_rows // len(call.prompts))
+    num_rows = max(program.strategy.max_length + 1, padded)
     read, written = counts.kv_bytes(
         run.info, prompt_length, lm.kv_bytes_per_token, num_rows
     )
-    draft_ms, verify_ms = costs(lm, program) if with_costs else (None, None)
-    logprobs = None
+    tokens = [item.tokens for item in items]
+    draft_ms, verify_ms, logprobs = None, None, None
     if with_costs:
-        logprobs = score(lm, call.prompts, [item.tokens for item in items])
+        draft_ms, verify_ms = costs(program, call, tokens)
+        logprobs = scoring.score(lm, call.prompts, tokens)
     facts = RunFacts(
         e2e_s=run.e2e_s,
         compile_s=run.compile_s,
@@ -73,18 +74,7 @@ def evidence(
         versions=versions(),
         hashes=hashes(lm, call.config),
         seed=_plain_seeds(call.seeds),
-        sampling=_plain(
-            {
-                **call.sampling,
-                "strategy": call.config.name,
-                "draft_length": call.config.length,
-                "rule": call.config.rule,
-                "exact": bool(call.key.exact_width),
-                "dtype": lm.dtype,
-                "max_new_tokens": max(call.max_new_tokens),
-                "stop": list(call.stop_strings),
-            }
-        ),
+        sampling=_options(call),
     )
     rounds = np.maximum(run.info.is_live.sum(axis=1), 1)
     later = run.e2e_s - run.ttft_s
@@ -97,7 +87,7 @@ def evidence(
         facts=facts,
         ttft_s=[run.ttft_s] * len(items),
         request_e2e_s=[run.ttft_s + later * s for s in share],
-        tokens=[item.tokens for item in items],
+        tokens=tokens,
         logprobs=logprobs,
         references=references,
         texts=None if call.output_format is None else [item.text for item in items],
@@ -124,38 +114,58 @@ def _device_name(device: Any) -> str:
 
 def hashes(lm: Any, config: Any) -> dict[str, str]:
     """Of the target's weights, the drafter's, and the tokenizer."""
-    drafter = getattr(config, "draft", None)
-    found = {"target": lm.content_hash}
-    found["drafter"] = lm.content_hash if drafter is None else drafter.content_hash
+    found = {"target": lm.content_hash, "drafter": "no weights of its own"}
+    if config.draft is not None:
+        found["drafter"] = config.draft.content_hash
     if lm.tokenizer is not None:
         found["tokenizer"] = lm.tokenizer.fingerprint()
     return found
 
 
-def costs(lm: Any, program: Program) -> tuple[float, float]:
-    """Milliseconds of a step's drafting (propose and extend) and of its verification.
+def costs(program: Program, call: Any, outputs: Sequence[Sequence[int]]):
+    """Milliseconds of a step's drafting (propose, extend), and of the rest of the step.
 
-    Measured once per program; the cache is filled as far as a short request fills it.
+    The rest is the target's forward over anchor and draft, the judging of its logits
+    with the request's own sampling parameters, acceptance and commit. A step and its
+    drafting are timed in turns, in the middle of the answers that the call gave, and
+    the rest is their difference. A program that has been timed with the same kind of
+    sampling is not timed again.
     """
-    if program.costs is None:
-        program.costs = _measure_costs(lm, program)
-    return program.costs
+    kind = _kind(call.request.sampling)
+    if kind not in program.costs:
+        program.costs[kind] = _measure_costs(program, call, outputs)
+    return program.costs[kind]
 
 
-def _measure_costs(lm: Any, program: Program) -> tuple[float, float]:
-    state = warm_state(lm, program)
-    _, forward, propose, extend, judge = step_parts(lm, program)
+def _kind(params: Any) -> tuple[bool, ...]:
+    """Which vocabulary-wide work the sampling parameters ask for."""
+    return tuple(
+        bool(np.any(np.asarray(value)))
+        for value in (
+            params.temperature > 0,
+            params.top_k > 0,
+            params.top_p < 1,
+            sampling.needs_adjustment(params),
+        )
+    )
 
-    def verify(params, state):
-        return judge(params, forward(params, state))
+
+def _measure_costs(
+    program: Program, call: Any, outputs: Sequence[Sequence[int]]
+) -> tuple[float, float]:
+    state = mid_state(program, call, outputs)
+    step, _, propose, extend, _ = step_parts(call.lm, program)
 
     def draft(params, state):
         return extend(params, propose(params, state))
 
-    verify_ms = Rounds(verify, program.params, state).median()
+    steps = Rounds(step, program.params, state)
     if program.strategy.max_length == 0:
-        return 0.0, verify_ms
-    return Rounds(draft, program.params, state).median(), verify_ms
+        return 0.0, steps.median()
+    drafts = Rounds(draft, program.params, state)
+    pairs = [(steps.sample(), drafts.sample()) for _ in range(REPEATS)]
+    draft_ms = max(statistics.median(d for _, d in pairs), 0.0)
+    return draft_ms, max(statistics.median(s - d for s, d in pairs), 0.0)
 
 
 Body = Callable[[Any, DecodeState], DecodeState]
@@ -280,27 +290,31 @@ class Rounds:
         return max(statistics.median(self.sample() for _ in range(repeats)), 0.0)
 
 
-def warm_state(lm: Any, program: Program) -> DecodeState:
-    """A state of the program's shapes with a short prompt read."""
-    abstract = abstract_request(lm, program.key)
-    request = jax.tree.map(
-        lambda x: (
-            jnp.zeros(x.shape, x.dtype)
-            if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-            else jnp.broadcast_to(jax.random.key(0), x.shape)
+def mid_state(
+    program: Program, call: Any, outputs: Sequence[Sequence[int]]
+) -> DecodeState:
+    """The state of a call when half of each answer was out."""
+    request = call.request
+    prompt = np.array(request.prompt)
+    lengths = []
+    for row, (said, output) in enumerate(zip(call.prompts, outputs, strict=True)):
+        half = output[: len(output) // 2]
+        prompt[row, len(said) : len(said) + len(half)] = half
+        lengths.append(len(said) + len(half))
+    left = [
+        len(said) + limit - length
+        for said, limit, length in zip(
+            call.prompts, call.max_new_tokens, lengths, strict=True
+        )
+    ]
+    return program.prefill(
+        program.params,
+        request.replace(
+            prompt=jnp.asarray(prompt),
+            prompt_length=jnp.asarray(lengths, jnp.int32),
+            max_new_tokens=jnp.asarray(left, jnp.int32),
         ),
-        abstract,
     )
-    batch = program.key.batch_size
-    request = request.replace(
-        prompt_length=jnp.full((batch,), PREFILL_CHUNK, jnp.int32),
-        max_new_tokens=jnp.full((batch,), PREFILL_CHUNK, jnp.int32),
-        max_draft_length=jnp.full((batch,), program.key.config.length, jnp.int32),
-        sampling=sampling.make_sampling_params(
-            batch, num_bias_slots=program.key.num_bias_slots
-        ),
-    )
-    return program.prefill(program.params, request)
 
 
 def _abstract_state(lm: Any, program: Program) -> DecodeState:
@@ -309,111 +323,51 @@ def _abstract_state(lm: Any, program: Program) -> DecodeState:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("model", "chunk", "reduce_fn"))
-def _teacher_forced(params, tokens, length, *, model: Model, chunk: int, reduce_fn):
-    """``reduce_fn(logits, next tokens)`` at every place, `chunk` rows a forward."""
-    batch, size = tokens.shape
-    offset = jnp.arange(chunk, dtype=jnp.int32)
-    padded = jnp.pad(tokens, ((0, 0), (0, chunk + 1)))
-
-    def read(i, carry):
-        cache, found = carry
-        start = i.astype(jnp.int32) * chunk
-        window = jax.lax.dynamic_slice_in_dim(padded, start, chunk + 1, axis=1)
-        position = jnp.broadcast_to(start + offset, (batch, chunk))
-        cache, output = model.forward(params, cache, window[:, :-1], position, None)
-        cache = cache.commit(None, jnp.full((batch,), chunk, jnp.int32))
-        own = reduce_fn(output.logits, window[:, 1:])
-        found = jax.lax.dynamic_update_slice_in_dim(found, own, start, axis=1)
-        return cache, found
-
-    num = (jnp.max(length) + chunk - 1) // chunk
-    empty = jnp.zeros((batch, size + chunk), jnp.float32)
-    cache = model.init_cache(batch, size + chunk)
-    _, found = jax.lax.fori_loop(0, num, read, (cache, empty))
-    return found
-
-
-def _own_logprob(logits, tokens):
-    return sampling.token_logprobs(logits, tokens, 0)[0]
-
-
-def _top_gap(logits, tokens):
-    del tokens
-    first, best = sampling.first_max(logits)
-    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    _, second = sampling.first_max(
-        jnp.where(index == first[..., None], -jnp.inf, logits)
-    )
-    return best - second
-
-
-@functools.cache
-def _scoring_model(config, dtype, cache_dtype):
-    return make_model(config, dtype=dtype, cache_dtype=cache_dtype)
-
-
-def _read(lm: Any, tokens: Sequence[int], chunk: int, reduce_fn) -> np.ndarray:
-    """`reduce_fn` at every place of one sequence; one program per bucket of lengths."""
-    buffer = np.zeros((1, bucket(len(tokens) + 1, 256)), np.int32)
-    buffer[0, : len(tokens)] = tokens
-    found = _teacher_forced(
-        lm.params,
-        jnp.asarray(buffer),
-        jnp.asarray([len(tokens)], jnp.int32),
-        model=_scoring_model(lm.config, lm.dtype, lm.cache_dtype),
-        chunk=chunk,
-        reduce_fn=reduce_fn,
-    )
-    return np.asarray(found)[0, : len(tokens)]
-
-
-def score(
-    lm: Any, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
-) -> list[list[float]]:
-    """Log-probability of every output token under the target, teacher-forced.
-
-    Raw logits, as sampling parameters leave them alone; one request at a time, so that
-    one compiled program serves any number of them.
-    """
-    scores = []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        found = _read(lm, [*prompt, *output], PREFILL_CHUNK, _own_logprob)
-        first = len(prompt) - 1
-        scores.append(found[first : first + len(output)].tolist())
-    return scores
-
-
-def row_gaps(lm: Any, tokens: Sequence[int], num_rows: int) -> np.ndarray:
-    """Gap between the two largest logits at every place, read `num_rows` at a time.
-
-    The difference between two widths is what rounding does to the gap.
-    """
-    return _read(lm, tokens, num_rows, _top_gap)
-
-
 def _num_bytes(tree: Any) -> int:
     leaves = jax.tree.leaves(tree)
     return sum(x.size * jnp.dtype(x.dtype).itemsize for x in leaves)
 
 
 def _plain_seeds(seeds: Sequence[Any]) -> Any:
+    """Numbers as they are; of a JAX key, its data in hexadecimal."""
     plain = [
         int(s)
         if isinstance(s, int | np.integer)
-        else int(np.asarray(jax.random.key_data(s)).ravel()[-1])
+        else "key:" + np.asarray(jax.random.key_data(s)).tobytes().hex()
         for s in seeds
     ]
     return plain[0] if len(set(plain)) == 1 else tuple(plain)
 
 
-def _plain(values: dict) -> dict:
-    """JSON-friendly copies of call options."""
-    return {
-        k: v
-        if isinstance(v, str | int | float | bool | type(None))
-        else str(v)
-        if callable(v)
-        else v
-        for k, v in values.items()
+def _options(call: Any) -> dict[str, Any]:
+    """Everything that a call was asked for, as JSON values."""
+    config = {
+        field.name: getattr(call.config, field.name)
+        for field in dataclasses.fields(call.config)
+        if field.name not in ("name", "draft", "length")
     }
+    limits = set(call.max_new_tokens)
+    return {
+        **{name: _plain(value) for name, value in call.sampling.items()},
+        **config,
+        "strategy": call.config.name,
+        "draft_length": call.config.length,
+        "exact_width": call.key.exact_width,
+        "dtype": call.lm.dtype,
+        "cache_dtype": call.lm.cache_dtype,
+        "max_new_tokens": limits.pop() if len(limits) == 1 else call.max_new_tokens,
+        "stop": list(call.stop_strings),
+        "stop_tokens": list(call.stop_tokens),
+        "processor": call.key.processor is not None,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A sampling option as a JSON value; a bias of -inf is a ban."""
+    if isinstance(value, Mapping):
+        return {str(k): "ban" if v == -np.inf else float(v) for k, v in value.items()}
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return np.asarray(value).tolist()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(v) for v in value]
+    return value

@@ -63,8 +63,8 @@ class Program:
     loop: Any
     compile_s: float
     num_compilations: int
-    costs: tuple[float, float] | None = None
-    """Draft and verify cost in ms, once measured (`jaxdec.measure`)."""
+    costs: dict[Any, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    """Draft and verify cost in ms by kind of sampling (`jaxdec.measure`)."""
 
     def run(
         self, state: DecodeState, max_steps: int

@@ -23,7 +23,7 @@ from jaxdec.models.decoder import prefers_out_first
 from jaxdec.models.layers import matmul
 from jaxdec.types import Params
 
-WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96)
+WIDTHS = (1, 2, 3, 4, 6, 7, 8, 12, 16, 32, 64, 96)
 """Row counts that are measured; those between are taken to be like the next larger."""
 
 EXACT_WIDTH = 16
@@ -34,28 +34,44 @@ COMMON = 7
 
 
 @functools.partial(jax.jit, static_argnames=("out_first",))
-def _first_row(x, weight, *, out_first: bool):
-    return matmul(x, weight, out_first=out_first)[0]
+def _product(x, weight, *, out_first: bool):
+    return matmul(x, weight, out_first=out_first)
 
 
 def measure_classes(params: Params, dtype: str) -> tuple[tuple[int, ...], ...]:
     """Partition of `WIDTHS` into classes that round alike.
 
+    Every row of a product holds the same input, so that a kernel which treats its last
+    rows differently is seen: a width with unequal rows is a class of its own.
+
     Args:
-        params: of a decoder; its first layer's matrices are multiplied.
+        params: of a decoder; the matrices of its first layer and its head are
+            multiplied.
         dtype: of the weights.
     """
     layer = params["layers"][0]
     out_first = prefers_out_first(dtype)
-    signature: dict[int, list[bytes]] = {width: [] for width in WIDTHS}
-    for weight in (layer["attention"]["qkv"]["weight"], layer["mlp"]["down"]["weight"]):
-        size = weight.shape[1 if out_first else 0]
-        rows = jnp.asarray(
-            np.random.default_rng(0).standard_normal((max(WIDTHS), size)), jnp.float32
+    weights = [
+        (part["weight"], out_first)
+        for part in (
+            layer["attention"]["qkv"],
+            layer["attention"]["out"],
+            layer["mlp"]["up"],
+            layer["mlp"]["down"],
         )
+    ]
+    head = params["head"]["weight"] if "head" in params else params["embedding"]
+    weights.append((head, True))
+    signature: dict[int, list[bytes]] = {width: [] for width in WIDTHS}
+    for weight, is_out_first in weights:
+        size = weight.shape[1 if is_out_first else 0]
+        row = np.random.default_rng(0).standard_normal((1, size)).astype(np.float32)
         for width in WIDTHS:
-            found = _first_row(rows[:width], weight, out_first=out_first)
-            signature[width].append(np.asarray(found).tobytes())
+            x = jnp.asarray(np.repeat(row, width, axis=0))
+            found = np.asarray(_product(x, weight, out_first=is_out_first))
+            is_even = bool((found == found[:1]).all())
+            mark = b"" if is_even else f"uneven {width}".encode()
+            signature[width].append(found[0].tobytes() + mark)
     classes: dict[tuple[bytes, ...], list[int]] = {}
     for width in WIDTHS:
         classes.setdefault(tuple(signature[width]), []).append(width)
@@ -65,9 +81,9 @@ def measure_classes(params: Params, dtype: str) -> tuple[tuple[int, ...], ...]:
 def rows_for(classes: Sequence[Sequence[int]], width: int) -> int | None:
     """Fewest rows, at least 2, that round like all row counts from there to `width`.
 
-    >>> classes = ((1,), (2,), (3, 4, 5, 6, 7, 8, 9, 12, 16), (24, 32, 48, 64, 96))
+    >>> classes = ((1,), (2,), (3, 4, 6, 7, 8, 12, 16), (32, 64, 96))
     >>> rows_for(classes, 7), rows_for(classes, 20), rows_for(classes, 97)
-    (3, 24, None)
+    (3, 32, None)
 
     Returns:
         None where no class reaches `width`.

@@ -33,6 +33,8 @@ class StrategyConfig:
     name: str
     length: int = 0
     rule: Rule = "match"
+    draft: Any = None
+    """The draft model, a loaded `LM`, where there is one; compared by identity."""
 
     def __post_init__(self):
         if self.rule not in _RULES:
@@ -121,12 +123,9 @@ class SelfDraftConfig(StrategyConfig):
 class DraftModelConfig(StrategyConfig):
     """Another causal LM with the same tokenizer as draft model."""
 
-    draft: Any = None
-    """A loaded `LM`; compared by identity."""
-
     def __post_init__(self):
         super().__post_init__()
-        if not hasattr(self.draft, "params"):
+        if self.draft is None or isinstance(self.draft, str):
             raise ValueError(
                 f"draft_model needs a loaded model, got {self.draft!r}; pass "
                 "draft_model(jaxdec.load(...))"

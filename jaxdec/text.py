@@ -33,6 +33,8 @@ class Generated:
     tokens: tuple[int, ...]
     """As emitted: a stop token, or the token that completed a stop string, is last."""
     finish_reason: str
+    stop_token: int | None = None
+    """The token that stopped it, for ``finish_reason == "stop_token"``."""
     logprobs: tuple[float, ...] | None = None
     """Of each token under the raw logits, if asked for."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
@@ -115,7 +117,8 @@ def generate(
             function object is one compilation.
         exact: pad every forward, plain decoding's too, to one class of row counts, so
             that every strategy equals plain decoding bit for bit. True covers 16 rows
-            (requests times nodes); a number covers that many.
+            (requests x (draft length + 1)); a number covers that many. Give all calls
+            that are to be compared the same value.
         output_format: ``"json"`` or a regular expression that each text should match;
             the evidence then has a success rate.
         **sampling: see `jaxdec.sampling_params.make_sampling_params`.
@@ -205,6 +208,9 @@ def _outputs(call: Call, texts: list[TextStream], done: "_Segment") -> Outputs:
             text=texts[row].text,
             tokens=tuple(done.tokens[row]),
             finish_reason=_label(done.finish[row]),
+            stop_token=done.tokens[row][-1]
+            if done.finish[row] == FinishReason.STOP_TOKEN
+            else None,
             **_logprobs(call, done, row),
         )
         for row in range(len(call.prompts))
@@ -235,17 +241,20 @@ def _segments(call: Call, texts: list[TextStream], segment: int) -> Iterator[_Se
     compiled = (program.compile_s, program.num_compilations) if is_new else (0.0, 0)
     started = time.perf_counter()
     state = program.prefill(program.params, call.request)
-    infos, ttft, num_rounds = [], 0.0, 0
+    # Only the model's time counts, not what a reader of a stream does between pieces.
+    spent, ttft, num_rounds = 0.0, 0.0, 0
+    infos: list[StepInfo] = []
     while np.any(finish == FinishReason.NONE):
-        before = np.asarray(state.sequences.length)
+        # Copies: the state is about to be donated, and with it what a view would show.
+        before = np.array(state.sequences.length)
         state, info, num = program.run(state, segment if infos else 1)
         infos.append(info)
         num_rounds += num
-        now = time.perf_counter() - started
-        ttft = ttft or now
-        buffer = np.asarray(state.sequences.tokens)
-        after = np.asarray(state.sequences.length)
-        finish = np.asarray(state.sequences.finish).copy()
+        spent += time.perf_counter() - started
+        ttft = ttft or spent
+        buffer = np.array(state.sequences.tokens)
+        after = np.array(state.sequences.length)
+        finish = np.array(state.sequences.finish)
         pieces = []
         for row in range(batch):
             new = buffer[row, before[row] : after[row]].tolist()
@@ -272,10 +281,11 @@ def _segments(call: Call, texts: list[TextStream], segment: int) -> Iterator[_Se
                 compile_s=compiled[0],
                 num_compilations=compiled[1],
                 ttft_s=ttft,
-                e2e_s=now,
+                e2e_s=spent,
                 num_rounds=num_rounds,
             ),
         )
+        started = time.perf_counter()
 
 
 def _spoken(tokens: list[int], finish: int) -> list[int]:

@@ -7,7 +7,7 @@ import pytest
 from helpers_tiny import write_model
 
 import jaxdec
-from jaxdec import measure
+from jaxdec import measure, scoring
 from jaxdec.detokenize import TextStream
 
 PROMPTS = ["abcabcabcabc", "the cat and the cat and", "x"]
@@ -131,7 +131,7 @@ def test_logprobs_equal_a_teacher_forced_pass(lm, strategy):
         logprobs=3,
     )
     prompts = [list(p) for p in out.run.call.prompts]
-    scores = measure.score(lm, prompts, tokens_of(out))
+    scores = scoring.score(lm, prompts, tokens_of(out))
     for item, expected in zip(out, scores, strict=True):
         np.testing.assert_allclose(item.logprobs, expected, atol=2e-4)
         for own, top, token in zip(

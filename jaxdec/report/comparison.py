@@ -21,8 +21,8 @@ NOTES = (
     "position: nothing was accepted, since nothing was drafted.",
     "conditional_acceptance_by_position ends at the last position that was reached.",
     "exact_match is the share of outputs whose tokens equal plain decoding's at the "
-    "same temperature and seed (for plain decoding itself: its own first run). A "
-    "rounding tie counts as different here; the certificate tells ties from errors.",
+    "same temperature and seed (for plain decoding itself: its own first run), or that "
+    "part from them at a rounding tie which the certificate names.",
     "repetition_rate is 0 where no output is long enough to repeat four tokens.",
     "format_success_rate without an asked format: texts with something in them and no "
     "replacement character.",
@@ -125,7 +125,7 @@ def recommend(
     Raises:
         ValueError: greedy decoding has no time per token.
     """
-    greedy = evidence[advice.GREEDY]
+    greedy = evidence[_baseline(entries)]
     if greedy.tpot_ms is None:
         raise ValueError(
             "greedy decoding ended every answer at its first token, so there is no "
@@ -139,13 +139,18 @@ def recommend(
     )
 
 
+def _baseline(entries: Sequence[Entry]) -> str:
+    """The plain decoding that the drafting strategies are measured against."""
+    return next((e.reference for e in entries if e.config.length), advice.GREEDY)
+
+
 def _measured(
     entries: Sequence[Entry],
     evidence: Mapping[str, Evidence],
     certificates: Mapping[str, Certificate],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """What the advice needs of each strategy that drafts and was timed."""
-    plain_verify_ms = evidence[advice.GREEDY].verify_cost_ms
+    plain_verify_ms = evidence[_baseline(entries)].verify_cost_ms
     for entry in entries:
         record, length = evidence[entry.label], entry.config.length
         if not length or not record.tpot_ms:
