@@ -240,7 +240,9 @@ def _repeats_ngram(
         return is_match & ((back >= size - 1) | (before == recent))
 
     is_match = (size > 0) & (end >= size - 1) & (end <= last)
-    is_match = lax.fori_loop(0, jnp.max(size) - 1, compare, is_match)
+    # An n-gram longer than the buffer cannot stand in it twice.
+    longest = jnp.minimum(jnp.max(size), jnp.int32(capacity))
+    is_match = lax.fori_loop(0, longest - 1, compare, is_match)
     count = jax.vmap(jax.vmap(_count, in_axes=(0, 0, None)), in_axes=(0, 0, None))
     return count(buffers, is_match.astype(jnp.float32), vocab_size) > 0
 

@@ -6,9 +6,12 @@ size share one compiled program.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdec.cache import round_capacity
@@ -71,7 +74,35 @@ def check(
     `prompts` as one prompt; `capacity` and `num_slots` ask for larger buffers than the
     call needs, so that calls of different sizes share one program.
     """
+    if jax.config.jax_enable_x64:
+        raise ValueError(
+            "jaxdec decodes in 32 bits, but jax_enable_x64 is on; switch it off"
+        )
     config = resolve(strategy, draft_length)
+    prompts = _host(prompts)
+    if not isinstance(prompts, str | list):
+        raise ValueError(
+            f"no prompts: got {prompts!r}; give text, token ids or messages"
+        )
+    sampling = {name: _host(value) for name, value in sampling.items()}
+    temperature, seed = _host(temperature), _host(seed)
+    if output_format not in (None, "json"):
+        try:
+            re.compile(output_format)
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"output_format must be 'json' or a regular expression, got "
+                f"{output_format!r} ({error})"
+            ) from error
+    if logprobs is not None and (isinstance(logprobs, bool) or logprobs < 0):
+        raise ValueError(
+            f"logprobs must be None or how many likeliest tokens to report, got "
+            f"{logprobs!r}"
+        )
+    if exact is not True and (not isinstance(exact, int) or exact < 0):
+        raise ValueError(
+            f"exact must be True, False or a number of rows, got {exact!r}"
+        )
     if single or is_single(prompts):
         prompts = [prompts]
     if len(prompts) == 0:
@@ -93,14 +124,17 @@ def check(
             f"{limits[row]} new), but the model has {lm.config.max_positions}; shorten "
             "the prompt or lower max_new_tokens"
         )
-    stops = list(lm.stop_tokens if stop_tokens is None else stop_tokens)
+    stops = lm.stop_tokens if stop_tokens is None else _host(stop_tokens)
+    stops = list(stops) if isinstance(stops, Sequence) else [stops]
     for token in stops:
+        if not isinstance(token, int | np.integer):
+            raise ValueError(f"stop tokens must be whole numbers, got {token!r}")
         if not 0 <= int(token) < lm.config.vocab_size:
             raise ValueError(
                 f"stop token {token} is outside the vocabulary of "
                 f"{lm.config.vocab_size} tokens"
             )
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if any(not isinstance(s, str) or not s for s in strings):
         raise ValueError(f"stop strings must be non-empty text, got {strings!r}")
     if strings and lm.tokenizer is None:
@@ -174,10 +208,14 @@ def encode(
         ValueError: nothing in it, ids that are no tokens, or text without a tokenizer.
     """
     where = f"request {row}"
-    if not isinstance(prompt, str) and not (
-        len(prompt) and isinstance(prompt[0], Mapping)
-    ):
-        ids = list(prompt)
+    is_messages = (
+        isinstance(prompt, Sequence)
+        and len(prompt) > 0
+        and isinstance(prompt[0], Mapping)
+    )
+    if not isinstance(prompt, str) and not is_messages:
+        ids = _host(prompt)
+        ids = list(ids) if isinstance(ids, Sequence) else [ids]
         bad = [t for t in ids if not isinstance(t, int | np.integer)]
         if bad:
             raise ValueError(
@@ -206,6 +244,13 @@ def encode(
 def _encode_text(lm, prompt, chat, system, where) -> list[int]:
     messages = prompt
     if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{where}: the prompt is not valid Unicode ({error}); decode it "
+                "as UTF-8"
+            ) from error
         if not prompt.strip():
             raise ValueError(
                 f"{where}: the prompt is empty, got {prompt!r}; give some text"
@@ -230,6 +275,19 @@ def is_single(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
     return len(prompts) > 0 and isinstance(prompts[0], int | np.integer | Mapping)
+
+
+def _host(value: Any) -> Any:
+    """An option in plain Python: arrays, ranges and iterators become lists."""
+    if isinstance(value, jax.Array) and jnp.issubdtype(
+        value.dtype, jax.dtypes.prng_key
+    ):
+        return list(value) if value.ndim else value
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return np.asarray(value).tolist()
+    if isinstance(value, Mapping | str) or not isinstance(value, Iterable):
+        return value
+    return [_host(item) for item in value]
 
 
 def _per_request(name: str, value: Any, batch: int) -> list:

@@ -286,6 +286,7 @@ def _certificate(lm, config, exact, calls, progress, errors) -> Certificate:
     if found:
         joined = {k: np.concatenate([f[k] for f in found]) for k in found[0]}
         uniform = np.random.default_rng(_PIT_SEED).random(joined["prob"].size)
+    if found and uniform.size:
         ks = kolmogorov_smirnov(
             pit_values(
                 np.clip(joined["cdf_below"].astype(np.float64), 0, 1),
@@ -327,8 +328,9 @@ def replay(
     """
     tokens = [tuple(int(t) for t in row) for row in tokens]
     if not any(tokens):
-        names = ("choice", "gap", "boundary", "prob", "cdf_below")
-        return [{name: np.zeros(0, np.float32) for name in names} for _ in tokens]
+        names = ("gap", "boundary", "prob", "cdf_below")
+        empty = {name: np.zeros(0, np.float32) for name in names}
+        return [{"choice": np.zeros(0, np.int32), **empty} for _ in tokens]
     options = {k: v for k, v in call.sampling.items() if k != "temperature"}
     plain = check(
         lm,

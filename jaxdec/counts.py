@@ -29,7 +29,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from jaxdec.types import StepInfo
 
@@ -125,7 +125,11 @@ def count(
     )
 
 
-def cut(info: StepInfo, num_tokens: Int[np.ndarray, "B"]) -> StepInfo:
+def cut(
+    info: StepInfo,
+    num_tokens: Int[np.ndarray, "B"],
+    is_stopped: Bool[np.ndarray, "B"] | None = None,
+) -> StepInfo:
     """Keeps only what each row did for its first tokens.
 
     A stop string is found by the host after steps have run on. Tokens, logprobs and
@@ -136,6 +140,8 @@ def cut(info: StepInfo, num_tokens: Int[np.ndarray, "B"]) -> StepInfo:
     Args:
         info: Leaves ``[B, steps, ...]``.
         num_tokens: Output tokens that each row keeps.
+        is_stopped: Rows that a stop string ended: drafts after their last token count
+            as not judged, also where that token was the last of its step.
     """
     emitted = np.where(info.is_live, info.num_emitted, 0)
     before = np.cumsum(emitted, axis=1) - emitted
@@ -145,6 +151,9 @@ def cut(info: StepInfo, num_tokens: Int[np.ndarray, "B"]) -> StepInfo:
     # A row that keeps all its tokens keeps also a last step that emitted none.
     is_cut_row = emitted.sum(axis=1) > num_tokens
     is_live = np.asarray(info.is_live) & ((room > 0) | ~is_cut_row[:, None])
+    if is_stopped is not None:
+        is_last = is_live & (np.cumsum(is_live[:, ::-1], axis=1)[:, ::-1] == 1)
+        is_cut = is_cut | (is_stopped[:, None] & is_last)
 
     def clip(counts):
         return np.where(is_live, np.where(is_cut, np.minimum(counts, kept), counts), 0)

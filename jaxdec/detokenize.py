@@ -44,14 +44,15 @@ class TextStream:
         return released
 
     def finish(self) -> str:
-        """Releases what was held back; no more tokens will come."""
+        """Releases what was held back; no more tokens will come.
+
+        Half a character becomes U+FFFD here, and completes no stop string: the request
+        has ended already, for another reason.
+        """
         if self.is_stopped:
             return ""
-        rest = self._release(self._decoder.decode(b"", final=True)) + self._held
-        if not self.is_stopped:
-            self.text += self._held
-        else:
-            rest = rest[: len(rest) - len(self._held)]
+        rest = self._held + self._decoder.decode(b"", final=True)
+        self.text += rest
         self._held = ""
         return rest
 

@@ -149,6 +149,11 @@ def request_key(seed: Any) -> jax.Array:
         ValueError: neither a whole number nor a key.
     """
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        if seed.ndim or seed.dtype != jax.random.key(0).dtype:
+            raise ValueError(
+                f"a key must be one key of {jax.random.key(0).dtype}, got "
+                f"{seed.dtype} of shape {seed.shape}"
+            )
         return seed
     is_whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
     if not is_whole or not 0 <= seed < 2**32:

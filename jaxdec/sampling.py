@@ -312,7 +312,7 @@ def _filtered(
     is_sampled = _is_sampled(sampling)
     has_top_k = is_sampled & (sampling.top_k > 0) & (sampling.top_k < vocab_size)
     has_top_p = is_sampled & (sampling.top_p < 1)
-    no_limit = jnp.full(distance.shape[:2], jnp.inf)
+    no_limit = jnp.full(distance.shape[:2], jnp.inf, jnp.float32)
 
     def top_k_limit():
         limit = _cutoff(

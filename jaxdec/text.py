@@ -276,7 +276,7 @@ def _segments(call: Call, texts: list[TextStream], segment: int) -> Iterator[_Se
             run=Run(
                 call=call,
                 program=program,
-                info=_joined(infos, [len(t) for t in tokens]),
+                info=_joined(infos, [len(t) for t in tokens], finish),
                 finish=finish,
                 compile_s=compiled[0],
                 num_compilations=compiled[1],
@@ -293,9 +293,13 @@ def _spoken(tokens: list[int], finish: int) -> list[int]:
     return tokens[:-1] if finish == FinishReason.STOP_TOKEN else tokens
 
 
-def _joined(infos: list[StepInfo], num_tokens: list[int]) -> StepInfo:
+def _joined(
+    infos: list[StepInfo], num_tokens: list[int], finish: np.ndarray
+) -> StepInfo:
     joined = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *infos)
-    return counts.cut(joined, np.asarray(num_tokens))
+    return counts.cut(
+        joined, np.asarray(num_tokens), finish == FinishReason.STOP_STRING
+    )
 
 
 def _nothing(call: Call, tokens, finish) -> _Segment:
