@@ -9,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxdec import decoding, program, strategies
 from jaxdec.drafters.draft_model import draft_model
@@ -141,6 +142,17 @@ def test_cpu_program_copies_no_cache_in_its_loop(name):
         assert cache_copies(text) == [], kind
         assert host_calls(text) == [], kind
         assert "f64[" not in text
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_here():
+    """A program that comes out of the cache need not have its text, and one for a TPU
+    cannot be read back without a TPU."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """The front door and its cache: kept once, rebuilt when damaged, safe in company."""
 
-import multiprocessing
+import json
 import os
 import shutil
 import signal
@@ -193,28 +193,29 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
     assert time.monotonic() - start < 30
 
 
-def _load(file, folder, queue):
-    os.environ["JAXDEC_CACHE"] = folder
-    heard = []
-    found = load_checkpoint(file, "float32", heard.append)
-    total = sum(float(t.sum()) for t in found.tensors.values())
-    queue.put((heard, total))
+_LOAD = """
+import json, sys
+from jaxdec.io.cache import load_checkpoint
+heard = []
+found = load_checkpoint(sys.argv[1], "float32", heard.append)
+print(json.dumps([heard, sum(float(t.sum()) for t in found.tensors.values())]))
+"""
 
 
 def test_two_processes_convert_once(tmp_path, llama):
     _, config, tensors = llama
     file = write_gguf(tmp_path / "m.gguf", config, tensors)
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    arguments = (file, str(tmp_path / "cache"), queue)
-    both = [context.Process(target=_load, args=arguments) for _ in range(2)]
-    for process in both:
-        process.start()
-    results = [queue.get(timeout=120) for _ in both]
-    for process in both:
-        process.join()
-    queue.close()
-    assert all(process.exitcode == 0 for process in both)
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", _LOAD, str(file)],
+            env={**os.environ, "JAXDEC_CACHE": str(tmp_path / "cache")},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    results = [json.loads(process.communicate()[0]) for process in both]
+    assert all(process.returncode == 0 for process in both)
     assert len({total for _, total in results}) == 1
     messages = [message for heard, _ in results for message in heard]
     assert sum(message.startswith("converting") for message in messages) == 1
