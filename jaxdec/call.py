@@ -18,7 +18,7 @@ from jaxdec.cache import round_capacity
 from jaxdec.decoding import PREFILL_CHUNK
 from jaxdec.lm import LM
 from jaxdec.program import ProgramKey, bucket, make_request
-from jaxdec.rounding import COMMON, EXACT_WIDTH, WIDTHS, plain_rows
+from jaxdec.rounding import COMMON, EXACT_WIDTH
 from jaxdec.sampling import make_sampling_params
 from jaxdec.strategies import StrategyConfig, resolve
 from jaxdec.types import LogitsProcessor, Request
@@ -156,9 +156,7 @@ def check(
                 f"{config.length + 1} nodes are {needed}; pass exact={needed} to every "
                 "call that is to be compared"
             )
-        plain_rows(lm, exact_width)  # Says so now if the device has no such class.
-    padding = max(WIDTHS) if exact else COMMON
-    headroom = max(PREFILL_CHUNK, config.length + 1 + padding)
+    headroom = max(PREFILL_CHUNK, config.length + 1 + max(exact_width, COMMON))
     most = round_capacity(lm.config.max_positions + headroom)
     key = ProgramKey(
         config=config,

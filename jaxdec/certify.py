@@ -421,12 +421,14 @@ def _seed(seed: Any, number: int) -> Any:
 
 def _row_class(lm: LM, config: StrategyConfig, exact: bool) -> str:
     """Which rows ran, and whether they are of one class."""
-    width = config.length + 1
-    least = EXACT_WIDTH if exact is True else int(exact)
-    rows = plain_rows(lm, max(width, least) if exact else None)
+    device = jax.devices()[0].platform
+    if exact:
+        rows = EXACT_WIDTH if exact is True else int(exact)
+        return f"{rows} in every forward on {device}"
+    width, rows = config.length + 1, plain_rows(lm)
     is_one = rows_for(lm.row_classes, max(width, rows)) in range(rows + 1)
     return (
         f"{rows} plain, {max(width, rows)} drafting, "
         f"{'one class' if is_one else 'two classes'} of {describe(lm.row_classes)} on "
-        f"{jax.devices()[0].platform}"
+        f"{device}"
     )

@@ -22,6 +22,7 @@ import jaxdec
 from jaxdec import counts, sampling, scoring
 from jaxdec.evidence import Evidence, RunFacts, collect
 from jaxdec.program import Program, abstract_request, target_model
+from jaxdec.rounding import plain_rows
 from jaxdec.types import Commit, DecodeState, Draft
 
 ROUNDS = 8
@@ -179,7 +180,7 @@ def step_parts(lm: Any, program: Program) -> tuple[Body, Body, Body, Body, Body]
         judging of logits that are already there.
     """
     key = program.key
-    drafter, _ = key.config.build(lm, key.processor, target_model(lm, key).min_rows)
+    drafter, _ = key.config.build(lm, key.processor, plain_rows(lm))
     model = target_model(lm, key, drafter.taps)
     num = program.strategy.max_length
     shape = (key.batch_size, num + 1)

@@ -29,6 +29,9 @@ from jaxdec.types import (
     StrategyParams,
 )
 
+COMPILER_OPTIONS: dict[str, Any] = {}
+"""Passed on to XLA for every program."""
+
 SEGMENT = 8
 """Steps between looks at the text, where stop strings or a stream need them."""
 
@@ -46,7 +49,7 @@ class ProgramKey:
     num_logprobs: int | None = None
     processor: LogitsProcessor | None = None
     exact_width: int = 0
-    """Rows of the widest forward that must round like all others; 0: no exact mode."""
+    """Rows that every forward of the target is padded to; 0: no exact mode."""
     observe: Callable[..., Any] | None = None
     accept: Any = None
     """Overrides the configuration's acceptance rule (the certificate's replay)."""
@@ -92,7 +95,7 @@ def bucket(value: int, smallest: int) -> int:
 
 def min_rows(lm: Any, key: ProgramKey) -> int:
     """Rows that forwards are padded to, so that they round alike."""
-    return rounding.plain_rows(lm, key.exact_width or None)
+    return key.exact_width or rounding.plain_rows(lm)
 
 
 def target_model(lm: Any, key: ProgramKey, taps: tuple[int, ...] = ()) -> Model:
@@ -108,7 +111,7 @@ def target_model(lm: Any, key: ProgramKey, taps: tuple[int, ...] = ()) -> Model:
 
 def build(lm: Any, key: ProgramKey) -> tuple[Strategy, StrategyParams]:
     """The strategy of a key on a loaded model, and its arrays; compiles nothing."""
-    rows = min_rows(lm, key)
+    rows = rounding.plain_rows(lm)
     drafter, drafter_params = key.config.build(lm, key.processor, rows)
     strategy = decoding.speculative(
         target_model(lm, key, drafter.taps),
@@ -128,9 +131,11 @@ def compile_program(lm: Any, key: ProgramKey) -> Program:
     strategy, params = build(lm, key)
     programs = decoding.jit_programs(strategy, key.num_slots)
     request = abstract_request(lm, key)
-    prefill = programs.prefill.lower(params, request).compile()
+    prefill = programs.prefill.lower(params, request).compile(COMPILER_OPTIONS)
     state = jax.eval_shape(strategy.prefill, params, request)
-    loop = programs.generate.lower(params, state, jnp.int32(0)).compile()
+    loop = programs.generate.lower(params, state, jnp.int32(0)).compile(
+        COMPILER_OPTIONS
+    )
     return Program(
         key=key,
         strategy=strategy,

@@ -115,9 +115,9 @@ def generate(
             the emitted token's).
         processor: custom pure ``(tokens[L], length, logits[V]) -> logits[V]``; a new
             function object is one compilation.
-        exact: pad every forward, plain decoding's too, to one class of row counts, so
-            that every strategy equals plain decoding bit for bit. True covers 16 rows
-            (requests x (draft length + 1)); a number covers that many. Give all calls
+        exact: pad every forward, plain decoding's too, to the same number of rows, so
+            that every strategy equals plain decoding bit for bit: True is 16 rows
+            (requests x (draft length + 1) must fit), or give a number. Give all calls
             that are to be compared the same value.
         output_format: ``"json"`` or a regular expression that each text should match;
             the evidence then has a success rate.

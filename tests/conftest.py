@@ -17,6 +17,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -24,3 +25,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 install_import_hook("jaxdec", "beartype.beartype")
+
+
+@pytest.fixture(autouse=True)
+def quick_to_compile(request, monkeypatch):
+    """Tiny programs take longer to optimise than to run; the real model's do not."""
+    if "real" not in request.keywords:
+        options = {"xla_backend_optimization_level": 0}
+        monkeypatch.setattr("jaxdec.program.COMPILER_OPTIONS", options)
