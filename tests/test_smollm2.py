@@ -84,7 +84,8 @@ def test_chains_up_to_six_equal_plain_decoding_bit_for_bit(lm):
         assert drafted.run.info.num_accepted.sum() > 0 or prompt == PROMPTS[0]
 
 
-def test_exact_mode_covers_longer_chains(lm):
+def test_exact_mode_covers_longer_chains():
+    lm = load("bfloat16")
     options = dict(max_new_tokens=24, logprobs=0, stop_tokens=[2], exact=True)
     plain = jaxdec.generate(lm, PROMPTS[1], **options)[0]
     drafted = jaxdec.generate(lm, PROMPTS[1], strategy=jaxdec.lookup(12), **options)
@@ -92,7 +93,8 @@ def test_exact_mode_covers_longer_chains(lm):
     assert drafted[0].logprobs == plain.logprobs
 
 
-def test_certificates_pass(lm):
+def test_certificates_pass():
+    lm = load("bfloat16")
     for temperature in (0.0, 0.7):
         certificate = jaxdec.certify(
             lm, PROMPTS, jaxdec.lookup(6), max_new_tokens=24, temperature=temperature
