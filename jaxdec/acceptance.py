@@ -241,11 +241,3 @@ def sibling_rejection(
     start = (jnp.asarray(num_candidates, jnp.int32), target, draft)
     (kept, p, _), _ = lax.scan(judge, start, (index, tokens, uniforms))
     return kept, p
-
-
-def emission_counts(
-    num_accepted: Int[Array, "*B"], num_drafted: Int[Array, "*B"]
-) -> tuple[Int[Array, "*B"], Int[Array, "*B"], Int[Array, "*B"]]:
-    """A step of a chain in vLLM's words: accepted, recovered and bonus tokens."""
-    is_bonus = (num_accepted >= num_drafted).astype(num_accepted.dtype)
-    return num_accepted, 1 - is_bonus, is_bonus

@@ -105,16 +105,7 @@ class SelfDraftConfig(StrategyConfig):
                 f"self_draft asks for {self.num_layers} layers, but the model has "
                 f"{lm.config.num_layers}; give 1 to {lm.config.num_layers}"
             )
-        model = make_model(
-            lm.config,
-            dtype=lm.dtype,
-            cache_dtype=lm.cache_dtype,
-            min_rows=min_rows,
-            num_layers=self.num_layers,
-        )
-        drafter = drafting.draft_model(
-            model, self.length, coupled=self.rule == "match", processor=processor
-        )
+        drafter = _drafter_of(self, lm, processor, min_rows, self.num_layers)
         drafter = drafter._replace(name="self_draft")
         return drafter, DrafterParams(own=None, shared=lm.params)
 
@@ -146,16 +137,28 @@ class DraftModelConfig(StrategyConfig):
                 f"the draft model has {draft.config.vocab_size} tokens and the target "
                 f"{lm.config.vocab_size}; use a draft model with the same vocabulary"
             )
-        model = make_model(
-            draft.config,
-            dtype=draft.dtype,
-            cache_dtype=draft.cache_dtype,
-            min_rows=min_rows,
-        )
-        drafter = drafting.draft_model(
-            model, self.length, coupled=self.rule == "match", processor=processor
-        )
+        drafter = _drafter_of(self, draft, processor, min_rows)
         return drafter, DrafterParams(own=draft.params, shared=())
+
+
+def _drafter_of(
+    config: StrategyConfig,
+    lm: Any,
+    processor: LogitsProcessor | None,
+    min_rows: int,
+    num_layers: int | None = None,
+) -> Drafter:
+    """A loaded model, or its first layers, as drafter under the rule of `config`."""
+    model = make_model(
+        lm.config,
+        dtype=lm.dtype,
+        cache_dtype=lm.cache_dtype,
+        min_rows=min_rows,
+        num_layers=num_layers,
+    )
+    return drafting.draft_model(
+        model, config.length, coupled=config.rule == "match", processor=processor
+    )
 
 
 def greedy() -> StrategyConfig:

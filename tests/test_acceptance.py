@@ -492,8 +492,3 @@ def test_refusals_name_the_way_out():
         accept(sequences, sampled, judgement.replace(log_probs=None))
     assert not acceptance.match.needs_log_probs
     assert acceptance.rejection.needs_log_probs
-
-
-def test_emission_counts():
-    got = acceptance.emission_counts(jnp.asarray([0, 2, 3]), jnp.asarray([3, 3, 3]))
-    np.testing.assert_array_equal(np.stack(got), [[0, 2, 3], [1, 1, 0], [0, 0, 1]])
