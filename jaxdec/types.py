@@ -274,6 +274,10 @@ class Cache(Protocol):
 
     length: Int[Array, "B"]
 
+    def put(self, rows: Any) -> "Cache":
+        """Writes rows that `Model.read` returned to the tail; length is unchanged."""
+        ...
+
     def commit(self, path: Int[Array, "B T"] | None, num: Int[Array, "B"]) -> "Cache":
         """Keeps the first `num` entries of `path` (tail indices; None: in order)."""
         ...
@@ -312,6 +316,9 @@ class Model(NamedTuple):
     min_rows: int = 1
     """Forwards of fewer rows (B x T) are padded to this many; they write as many
     scratch entries."""
+    read: Callable[..., tuple[Any, Output]] | None = None
+    """Like `forward`, but leaves the cache alone and returns what the tail would hold,
+    ``[B, G, T, D]`` leaves for `Cache.put`. Only for steps of several widths."""
 
 
 class Drafter(NamedTuple):

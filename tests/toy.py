@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdec import acceptance, decoding, sampling
+from jaxdec.draft_length import limited, threshold
 from jaxdec.drafters.draft_model import draft_model
 from jaxdec.drafters.lookup import lookup
 from jaxdec.drafters.none import none
@@ -255,6 +256,19 @@ def corrupted(inner: Drafter, vocab_size: int = VOCAB) -> Drafter:
     return inner._replace(name=f"corrupted {inner.name}", propose=propose)
 
 
+def confident(inner: Drafter) -> Drafter:
+    """With a confidence that differs by row, step and slot, and now and then is low."""
+
+    def propose(params, state, sequences):
+        state, draft = inner.propose(params, state, sequences)
+        slot = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None]
+        mixed = _hash(sequences.length[:, None] * 31 + slot, 5)
+        confidence = jnp.where(mixed == 0, 0.1, 0.95).astype(jnp.float32)
+        return state, draft.replace(confidence=confidence)
+
+    return inner._replace(propose=propose)
+
+
 def scripted(inner: Drafter, vocab_size: int = VOCAB) -> Drafter:
     """`inner`, corrupted at step n of row b in slot ``plan[b, n]`` (K: nowhere).
 
@@ -370,6 +384,8 @@ METHODS = (
     "corrupted",
     "tree",
     "junk",
+    "in_widths",
+    "tree_in_widths",
     "draft_rejection",
     "self_rejection",
 )
@@ -409,6 +425,16 @@ def method(name: str, capacity: int = CAPACITY) -> Method:
             (tiny(), target),
         ),
         "junk": lambda: (junk(), {}, None),
+        "in_widths": lambda: (
+            limited(confident(corrupted(oracle)), threshold(0.3)),
+            {"shared": target, "widths": (0, 2, K)},
+            (tiny(), target),
+        ),
+        "tree_in_widths": lambda: (
+            tree_of(corrupted(oracle)),
+            {"shared": target, "widths": (3, 2 * K)},
+            (tiny(), target),
+        ),
         "draft_rejection": lambda: (
             draft_model(tiny_draft(), K, coupled=False),
             {"own": draft} | rejection,
