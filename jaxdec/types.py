@@ -336,6 +336,11 @@ class Drafter(NamedTuple):
     max_depth: int | None = None
     """Longest path of a tree, in tokens; None for a chain, whose longest is K. A step
     emits at most this many draft tokens, and commits no more entries."""
+    keeps_state: bool = False
+    """Whether `propose` returns the very state it was given, so that it may be left
+    out of a step, and may stand in a branch."""
+    sources: tuple[str, ...] = ()
+    """Names of the drafters that `Draft.source` numbers; empty: this one alone."""
 
 
 class AcceptFn(NamedTuple):
