@@ -58,6 +58,7 @@ def check(
     chat: bool | None = None,
     system: str | None = None,
     logprobs: int | None = None,
+    processed_logprobs: bool = False,
     processor: LogitsProcessor | None = None,
     exact: bool | int = False,
     output_format: str | None = None,
@@ -98,6 +99,11 @@ def check(
         raise ValueError(
             f"logprobs must be None or how many likeliest tokens to report, got "
             f"{logprobs!r}"
+        )
+    if processed_logprobs and logprobs is None:
+        raise ValueError(
+            "processed_logprobs says which log-probabilities to report, but logprobs "
+            "is None; pass logprobs=0 or more"
         )
     if exact is not True and (not isinstance(exact, int) or exact < 0):
         raise ValueError(
@@ -166,6 +172,7 @@ def check(
         num_stop_slots=bucket(len(stops), 4),
         num_bias_slots=params.bias_tokens.shape[1],
         num_logprobs=logprobs,
+        processed_logprobs=bool(processed_logprobs),
         processor=processor,
         exact_width=exact_width,
         observe=observe,

@@ -36,9 +36,10 @@ class Generated:
     stop_token: int | None = None
     """The token that stopped it, for ``finish_reason == "stop_token"``."""
     logprobs: tuple[float, ...] | None = None
-    """Of each token under the raw logits, if asked for."""
+    """Of each token, if asked for: under the raw logits, or as it was sampled."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
-    """Of each place, the likeliest tokens and their log-probabilities."""
+    """Of each place, the likeliest tokens and their log-probabilities; tokens that
+    cannot be drawn are left out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,7 @@ def generate(
     chat: bool | None = None,
     system: str | None = None,
     logprobs: int | None = None,
+    processed_logprobs: bool = False,
     processor: LogitsProcessor | None = None,
     exact: bool | int = False,
     output_format: str | None = None,
@@ -112,7 +114,10 @@ def generate(
         chat: whether to apply the chat template to text; None does if there is one.
         system: system message for chat prompts given as text.
         logprobs: None, or how many likeliest tokens to report at each place (0: only
-            the emitted token's).
+            the emitted token's), under the raw logits.
+        processed_logprobs: report `logprobs` of the sampling distribution instead:
+            after penalties, temperature and filters, so at temperature 0 the emitted
+            token is certain.
         processor: custom pure ``(tokens[L], length, logits[V]) -> logits[V]``; a new
             function object is one compilation.
         exact: pad every forward, plain decoding's too, to the same number of rows, so
@@ -139,6 +144,7 @@ def generate(
         chat=chat,
         system=system,
         logprobs=logprobs,
+        processed_logprobs=processed_logprobs,
         processor=processor,
         exact=exact,
         output_format=output_format,
@@ -324,7 +330,8 @@ def _logprobs(call: Call, done: _Segment, row: int) -> dict:
             own.append(float(info.logprobs[row, step, place]))
             ids = info.top_tokens[row, step, place].tolist()
             values = info.top_logprobs[row, step, place].tolist()
-            top.append(tuple(zip(ids, values, strict=True)))
+            pairs = zip(ids, values, strict=True)
+            top.append(tuple(pair for pair in pairs if pair[1] > -np.inf))
     return {"logprobs": tuple(own), "top_logprobs": tuple(top)}
 
 

@@ -224,7 +224,8 @@ class StepInfo:
     num_emitted: Int[Array, "B"]
     """Tokens appended to the sequence: accepted drafts, then the target's token."""
     logprobs: Float[Array, "B T"]
-    """Log-probability of each emitted token (zeros unless asked for)."""
+    """Log-probability of each emitted token (zeros unless asked for), raw or processed
+    as the strategy was built."""
     top_logprobs: Float[Array, "B T n"]
     top_tokens: Int[Array, "B T n"]
     observed: Any = ()

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers_sampling import make_sequences
 from helpers_tiny import write_model
 
 import jaxdec
-from jaxdec import measure, scoring
+from jaxdec import measure, sampling, scoring
 from jaxdec.detokenize import TextStream
+from jaxdec.models.decoder import make_model
 
 PROMPTS = ["abcabcabcabc", "the cat and the cat and", "x"]
 STRATEGIES = ("greedy", "sample", jaxdec.lookup(3), jaxdec.self_draft(1, length=3))
@@ -144,6 +146,81 @@ def test_logprobs_equal_a_teacher_forced_pass(lm, strategy):
                 assert own == pytest.approx(dict(top)[token], abs=1e-6)
 
 
+def teacher_forced_laws(lm, prompts, answers, options):
+    """The sampling distribution at each place of answers that are already there.
+
+    Each place is a row of its own, whose committed tokens are all that came before it.
+    """
+    model = make_model(lm.config)
+    whole = [[*p, *a] for p, a in zip(prompts, answers, strict=True)]
+    size = max(map(len, whole))
+    tokens = jnp.asarray([row + [0] * (size - len(row)) for row in whole], jnp.int32)
+    rows = [r for r, a in enumerate(answers) for _ in a]
+    ends = [len(prompts[r]) + i for r, a in enumerate(answers) for i in range(len(a))]
+    places = make_sequences(
+        [whole[r][:end] for r, end in zip(rows, ends, strict=True)],
+        1,
+        capacity=size,
+        stop_tokens=lm.stop_tokens,
+        **{
+            name: [v[r] for r in rows] if isinstance(v, list) else v
+            for name, v in options.items()
+        },
+    ).replace(prompt_length=jnp.asarray([len(prompts[r]) for r in rows], jnp.int32))
+    rows, last = jnp.asarray(rows, jnp.int32), jnp.asarray(ends, jnp.int32) - 1
+
+    @jax.jit
+    def laws(params, tokens, places):
+        position = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), tokens.shape)
+        cache = model.init_cache(len(whole), 256)
+        _, output = model.forward(params, cache, tokens, position, None)
+        nodes = sampling.chain_nodes(tokens[rows, last][:, None])
+        adjusted = sampling.adjust(places, nodes, output.logits[rows, last][:, None])
+        return sampling.log_probs(places.sampling, adjusted)[:, 0]
+
+    found = np.asarray(laws(lm.params, tokens, places))
+    return np.split(found, np.cumsum([len(a) for a in answers])[:-1])
+
+
+def test_processed_logprobs_equal_a_teacher_forced_pass(lm):
+    """Penalties, bias, bans, temperature and filters, as each token was drawn."""
+    options = dict(
+        temperature=[0.9, 0.0, 1.3],
+        top_k=[20, 0, 0],
+        top_p=[1.0, 1.0, 0.8],
+        min_p=[0.0, 0.0, 0.02],
+        repetition_penalty=[1.2, 1.5, 1.0],
+        frequency_penalty=[0.0, 0.3, 0.2],
+        logit_bias=[{101: 3.0}, None, {7: -1.0}],
+        min_new_tokens=8,
+        no_repeat_ngram=[0, 0, 3],
+    )
+    options_of_call = dict(max_new_tokens=20, seed=[3, 4, 5], **options)
+    out = jaxdec.generate(
+        lm,
+        PROMPTS,
+        strategy=jaxdec.self_draft(2, length=3),
+        logprobs=30,
+        processed_logprobs=True,
+        **options_of_call,
+    )
+    plain = jaxdec.generate(lm, PROMPTS, strategy="sample", **options_of_call)
+    assert tokens_of(out) == tokens_of(plain)
+    assert (out.run.info.num_emitted > 1).any(axis=1).all()
+    laws = teacher_forced_laws(lm, out.run.call.prompts, tokens_of(out), options)
+    for item, law in zip(out, laws, strict=True):
+        own = law[np.arange(len(law)), list(item.tokens)]
+        np.testing.assert_allclose(item.logprobs, own, atol=2e-4)
+        for place, top in zip(law, item.top_logprobs, strict=True):
+            values = [value for _, value in top]
+            best = np.sort(place[place > -np.inf])[::-1][:30]
+            np.testing.assert_allclose(values, best, atol=2e-4)
+            np.testing.assert_allclose(place[[t for t, _ in top]], values, atol=2e-4)
+    assert out[1].logprobs == (0.0,) * len(out[1].tokens)
+    assert [len(top) for top in out[1].top_logprobs] == [1] * len(out[1].tokens)
+    assert {len(top) for top in out[0].top_logprobs} == {20}
+
+
 def test_other_values_compile_nothing(lm):
     def call(**options):
         return jaxdec.generate(lm, PROMPTS[:1], strategy="lookup", **options).run
@@ -233,6 +310,7 @@ def test_nothing_asked_for_calls_no_model(lm, monkeypatch):
         ("a", {"max_new_tokens": [1, 2]}, "2 values for 1 prompts"),
         ("a", {"top_p": 1.5}, "top_p"),
         ("a", {"stop_tokens": [400]}, "stop token 400"),
+        ("a", {"processed_logprobs": True}, "logprobs is None; pass logprobs=0"),
         ("a", {"stop": [""]}, "stop strings must be non-empty"),
         ("a", {"seed": -3}, "a seed is a whole number"),
         ("a", {"seed": 0.5}, "a seed is a whole number"),
