@@ -77,6 +77,7 @@ def speculative(
         ValueError: no room for a prompt in `capacity`.
     """
     max_length = drafter.max_length
+    max_depth = max_length if drafter.max_depth is None else drafter.max_depth
     num_nodes = max_length + 1
     # A drafter with a cache of its own may write K tokens and a padded forward past
     # what the target has read.
@@ -124,7 +125,7 @@ def speculative(
         sequences = state.sequences
         drafter_state, draft = drafter.propose(params.drafter, state.drafter, sequences)
         draft = draft.replace(length=_allowed(sequences, draft))
-        nodes = sampling.draft_nodes(_anchor(sequences), draft)
+        nodes = sampling.draft_nodes(sequences.anchor, draft)
         tokens = nodes.tokens
         # None says "causal": no mask is built, and commit has nothing to move.
         mask = None if draft.parents is None else nodes.ancestors
@@ -140,6 +141,8 @@ def speculative(
             with_log_probs=accept.needs_log_probs or reports_law,
         )
         accepted = jax.vmap(accept.accept)(sequences, draft, judgement)
+        # No path is longer than the tree is deep; wide trees commit few entries.
+        accepted = accepted.replace(path=accepted.path[:, : max_depth + 1])
         emitted = _emitted(draft, tokens, accepted)
         count, finish, stop_count = _cut(sequences, judgement, accepted, emitted)
         path = None if draft.parents is None else accepted.path
@@ -278,12 +281,6 @@ def _begin(request: Request, capacity: int, longest: int) -> Sequences:
     )
 
 
-def _anchor(sequences: Sequences) -> Int[Array, "B"]:
-    """The last committed token."""
-    last = (sequences.length - 1)[:, None]
-    return jnp.take_along_axis(sequences.tokens, last, axis=1)[:, 0]
-
-
 def _allowed(sequences: Sequences, draft: Draft) -> Int[Array, "B"]:
     """Draft tokens to judge: none for finished rows, and never past the limit.
 
@@ -303,7 +300,7 @@ def _allowed(sequences: Sequences, draft: Draft) -> Int[Array, "B"]:
 
 def _emitted(draft, tokens, accepted) -> Int[Array, "B T"]:
     """Accepted draft tokens, then the target's own; entries past that are scratch."""
-    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    index = jnp.arange(accepted.path.shape[1], dtype=jnp.int32)[None]
     kept = tokens if draft.parents is None else _along(tokens, accepted.path)
     shifted = jnp.concatenate([kept[:, 1:], kept[:, -1:]], axis=1)
     own = accepted.next_token[:, None]

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -130,6 +131,12 @@ class Sequences:
     key: Key[Array, "B"]
     sampling: SamplingParams
 
+    @property
+    def anchor(self) -> Int[Array, "B"]:
+        """The last committed token: said, and not yet read."""
+        last = (self.length - 1)[:, None]
+        return jnp.take_along_axis(self.tokens, last, axis=1)[:, 0]
+
 
 @pytree
 class DecodeState:
@@ -192,7 +199,7 @@ class Commit:
     """What a step (or a prefill chunk) made permanent, for the drafter to learn."""
 
     tokens: Int[Array, "B T+1"]
-    """``tokens[:, i]`` was read; ``tokens[:, i+1]`` followed it."""
+    """``tokens[:, i]`` was read; ``tokens[:, i+1]`` followed it, up to the anchor."""
     features: Float[Array, "B T F"]
     """The target's features at ``tokens[:, i]``."""
     length: Int[Array, "B"]
@@ -215,6 +222,7 @@ class StepInfo:
     """Zeros where the drafter has no confidence."""
     draft_source: Int[Array, "B"]
     path: Int[Array, "B T"]
+    """Node indices, root first; for a tree, as many as its depth allows."""
     num_drafted: Int[Array, "B"]
     """Draft tokens that were scored by the target."""
     num_judged: Int[Array, "B"]
@@ -319,6 +327,9 @@ class Drafter(NamedTuple):
     """Learns what became permanent; takes any T and empty rows."""
     propose: Callable[[Params, Any, Sequences], tuple[Any, Draft]]
     """Drafts from the committed tokens; may dirty its tail, never its length."""
+    max_depth: int | None = None
+    """Longest path of a tree, in tokens; None for a chain, whose longest is K. A step
+    emits at most this many draft tokens, and commits no more entries."""
 
 
 class AcceptFn(NamedTuple):

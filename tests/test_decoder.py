@@ -290,5 +290,17 @@ def test_first_layers_are_the_layers_of_the_whole():
 
 
 def test_a_tap_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match=r"taps \[3\]"):
-        make_model(toy.TINY_CONFIG, taps=(0, 3))
+    with pytest.raises(ValueError, match=r"taps \[4\]"):
+        make_model(toy.TINY_CONFIG, taps=(0, 4))
+
+
+def test_the_last_taps_are_the_stream_before_and_after_the_norm():
+    num = toy.TINY_CONFIG.num_layers
+    _, params, _ = family("llama")
+    model = make_model(toy.TINY_CONFIG, taps=(num, num + 1))
+    position = jnp.arange(6, dtype=jnp.int32)[None]
+    _, output = model.forward(
+        params, model.init_cache(1, 32), tokens_for(1, 6), position, None
+    )
+    both = jnp.concatenate([output.hidden, output.normed_hidden], axis=-1)
+    np.testing.assert_array_equal(output.features, both)

@@ -154,8 +154,7 @@ def draft_model(
 
     def propose(params, state: DraftModelState, sequences: Sequences):
         live = state.cache.length
-        anchor_index = sequences.length - 1
-        anchor = jnp.take_along_axis(sequences.tokens, anchor_index[:, None], axis=1)
+        anchor = sequences.anchor[:, None]
         first, num_first = _append(
             state.unread, state.num_unread, anchor, jnp.ones_like(live)
         )

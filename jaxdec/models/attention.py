@@ -1,5 +1,10 @@
 """Attention over the live part of a cache, in blocks, in one program.
 
+Two ways: `attend` reads a cache into which this forward has written its own entries;
+`attend_beside` leaves the cache alone and holds the new keys and values beside it. The
+latter is for branches, which must not return caches, and for entries that will never
+be permanent: what a drafter reads of its own proposals.
+
 Reading the whole allocation would make a large capacity slow from the first token. So
 keys and values are read `BLOCK` slots at a time, up to the longest live row, with a
 dynamic trip count and a running softmax (Milakov & Gimelshein, arXiv 1805.02867). A
@@ -67,49 +72,99 @@ def attend(
 
     The tail of this forward must already be written at ``length .. length + T - 1``.
     """
+    num = query.shape[1]
+    query = _grouped(query, keys, scale)
+
+    def visible(first):
+        return visible_slots(first, length, position, mask, window)
+
+    carry = _read_cache(query, keys, values, length + num, visible, softcap)
+    return _ungrouped(carry, num)
+
+
+def attend_beside(
+    query: Float[Array, "B T H D"],
+    keys: Float[Array, "B G S D"],
+    values: Float[Array, "B G S D"],
+    length: Int[Array, "B"],
+    position: Int[Array, "B T"],
+    held_keys: Float[Array, "B G R D"],
+    held_values: Float[Array, "B G R D"],
+    held_position: Int[Array, "B R"],
+    mask: Bool[Array, "B T R"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "B T H D"]:
+    """Attends every live entry of a cache, and entries held beside it.
+
+    Args:
+        query: of the T tokens that ask.
+        keys: the cache's; slot i holds the token of position i.
+        values: the cache's.
+        length: live entries of the cache; what lies past them is not read.
+        position: of the T tokens.
+        held_keys: keys of R further tokens, those of the T among them.
+        held_values: their values; entries that no query may attend must be finite.
+        held_position: their positions, for windows.
+        mask: which of the R each of the T may attend; at least one each.
+        scale: of the scores.
+        window: an entry further back than this many positions is not attended.
+        softcap: ``tanh(scores / softcap) * softcap``.
+    """
+    num = query.shape[1]
+    query = _grouped(query, keys, scale)
+
+    def visible(first):
+        slot = first + jnp.arange(BLOCK, dtype=jnp.int32)[None, None]
+        seen = jnp.broadcast_to(slot < length[:, None, None], (*position.shape, BLOCK))
+        if window is None:
+            return seen
+        return seen & (position[:, :, None] - slot < window)
+
+    carry = _read_cache(query, keys, values, length, visible, softcap)
+    if window is not None:
+        distance = position[:, :, None] - held_position[:, None, :]
+        mask = mask & (distance < window)
+    held_keys, held_values = (x.astype(keys.dtype) for x in (held_keys, held_values))
+    carry = _absorb(carry, query, held_keys, held_values, mask, softcap)
+    return _ungrouped(carry, num)
+
+
+def _grouped(query, keys, scale):
+    """Queries by the key/value head they share: ``[B, G, H/G * T, D]``."""
     batch, num, heads, width = query.shape
     groups = keys.shape[1]
     per_group = heads // groups
-    rows = per_group * num
     query = (query * jnp.float32(scale)).astype(keys.dtype)
     query = query.reshape(batch, num, groups, per_group, width)
-    query = query.transpose(0, 2, 3, 1, 4).reshape(batch, groups, rows, width)
+    return query.transpose(0, 2, 3, 1, 4).reshape(batch, groups, per_group * num, width)
+
+
+def _ungrouped(carry, num):
+    """The finished running softmax as ``[B, T, H, D]``."""
+    _, total, weighted = carry
+    out = weighted / total[..., None]
+    batch, groups, rows, width = out.shape
+    out = out.reshape(batch, groups, rows // num, num, width)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, num, -1, width)
+
+
+def _read_cache(query, keys, values, end, visible, softcap):
+    """The running softmax over slots below `end`; `visible` masks within a block."""
+    batch, groups, rows, width = query.shape
     zero = jnp.int32(0)
+    size = (batch, groups, BLOCK, width)
 
     def block(first, carry):
-        """One round of the running softmax."""
-        highest, total, weighted = carry
-        size = (batch, groups, BLOCK, width)
         key = jax.lax.dynamic_slice(keys, (zero, zero, first, zero), size)
         value = jax.lax.dynamic_slice(values, (zero, zero, first, zero), size)
-        scores = jnp.einsum(
-            "bgrd,bgsd->bgrs", query, key, preferred_element_type=jnp.float32
-        )
-        if softcap is not None:
-            scores = jnp.tanh(scores / softcap) * softcap
-        visible = visible_slots(first, length, position, mask, window)
-        visible = jnp.broadcast_to(
-            visible[:, None, None, :, :], (batch, groups, per_group, num, BLOCK)
-        ).reshape(batch, groups, rows, BLOCK)
-        scores = jnp.where(visible, scores, jnp.float32(_MASKED))
-        top = jnp.maximum(highest, jnp.max(scores, axis=-1))
-        shrink = jnp.exp(highest - top)
-        weight = jnp.exp(scores - top[..., None])
         # Scratch may hold NaN, and 0 x NaN is NaN: mask the values too.
         slot = first + jnp.arange(BLOCK, dtype=jnp.int32)[None]
-        written = slot < (length + num)[:, None]
+        written = slot < end[:, None]
         value = jnp.where(written[:, None, :, None], value, jnp.zeros((), value.dtype))
-        gathered = jnp.einsum(
-            "bgrs,bgsd->bgrd",
-            weight.astype(value.dtype),
-            value,
-            preferred_element_type=jnp.float32,
-        )
-        return (
-            top,
-            total * shrink + jnp.sum(weight, axis=-1),
-            weighted * shrink[..., None] + gathered,
-        )
+        return _absorb(carry, query, key, value, visible(first), softcap)
 
     carry = (
         jnp.full((batch, groups, rows), 2 * _MASKED, jnp.float32),
@@ -118,11 +173,38 @@ def attend(
     )
     carry = block(zero, carry)
     if keys.shape[2] > BLOCK:
-        num_blocks = (jnp.max(length) + num + BLOCK - 1) // BLOCK
+        num_blocks = (jnp.max(end) + BLOCK - 1) // BLOCK
         carry = jax.lax.fori_loop(
             1, num_blocks, lambda i, c: block(i.astype(jnp.int32) * BLOCK, c), carry
         )
-    _, total, weighted = carry
-    out = weighted / total[..., None]
-    out = out.reshape(batch, groups, per_group, num, width)
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, num, heads, width)
+    return carry
+
+
+def _absorb(carry, query, key, value, visible, softcap):
+    """One round of the running softmax, over the keys given."""
+    highest, total, weighted = carry
+    batch, groups, rows, _ = query.shape
+    num, size = visible.shape[1:]
+    scores = jnp.einsum(
+        "bgrd,bgsd->bgrs", query, key, preferred_element_type=jnp.float32
+    )
+    if softcap is not None:
+        scores = jnp.tanh(scores / softcap) * softcap
+    visible = jnp.broadcast_to(
+        visible[:, None, None, :, :], (batch, groups, rows // num, num, size)
+    ).reshape(batch, groups, rows, size)
+    scores = jnp.where(visible, scores, jnp.float32(_MASKED))
+    top = jnp.maximum(highest, jnp.max(scores, axis=-1))
+    shrink = jnp.exp(highest - top)
+    weight = jnp.exp(scores - top[..., None])
+    gathered = jnp.einsum(
+        "bgrs,bgsd->bgrd",
+        weight.astype(value.dtype),
+        value,
+        preferred_element_type=jnp.float32,
+    )
+    return (
+        top,
+        total * shrink + jnp.sum(weight, axis=-1),
+        weighted * shrink[..., None] + gathered,
+    )

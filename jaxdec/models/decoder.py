@@ -75,6 +75,7 @@ class Decoder(nnx.Module):
             )
             kept[i + 1] = x
         normed = self.norm(x)
+        kept[len(self.layers) + 1] = normed
         empty = jnp.zeros((*tokens.shape, 0), jnp.float32)
         output = Output(
             logits=self.logits(normed),
@@ -136,7 +137,7 @@ def make_model(
         config: the architecture.
         dtype: of the weights; activations and logits are float32.
         taps: which residual streams `Output.features` concatenates: tap t enters layer
-            t, and tap N leaves the last layer before the final norm.
+            t, tap N leaves the last layer before the final norm, and tap N + 1 after.
         cache_dtype: of keys and values. float32 is also the faster one on CPU.
         min_rows: a forward of fewer than this many rows (B x T) is padded to it. XLA
             rounds a one-row matmul differently (and on CPU runs it far slower) than one
@@ -148,11 +149,12 @@ def make_model(
         ValueError: a tap that the model does not have.
     """
     total = config.num_layers
-    bad = [t for t in taps if not 0 <= t <= total]
+    bad = [t for t in taps if not 0 <= t <= total + 1]
     if bad:
         raise ValueError(
             f"taps {bad} are out of range; a model of {total} layers has taps 0 (the "
-            f"embedding) to {total} (after the last layer)"
+            f"embedding) to {total} (after the last layer) and {total + 1} (after the "
+            "final norm)"
         )
     graph, abstract = _split(config, dtype, prefers_out_first(dtype))
     depth = total if num_layers is None else num_layers

@@ -6,13 +6,15 @@ several times faster than a bf16 result. Projections that read the same input ar
 matrix (q, k, v; gate, up).
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxdec.cache import write_tail
-from jaxdec.models.attention import attend
+from jaxdec.models.attention import attend, attend_beside
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.rope import rotate
 
@@ -28,15 +30,21 @@ def matmul(x: Float[Array, "... I"], weight: Array, *, out_first: bool) -> Array
     """``x @ weight`` with a float32 result; `out_first` says weight is [out, in].
 
     As one matrix of rows: XLA on CPU takes 1.7 times as long for ``[1, 3, I]`` as for
-    ``[3, I]``, though the arithmetic is the same.
+    ``[3, I]``, though the arithmetic is the same; and a single bf16 row takes 15 times
+    as long as two, so it is doubled.
     """
+    shape = x.shape
+    x = x.reshape(-1, shape[-1])
+    num = x.shape[0]
+    if num == 1 and weight.dtype == jnp.bfloat16:
+        x = jnp.concatenate([x, x])
     rows = jax.lax.dot_general(
-        x.reshape(-1, x.shape[-1]).astype(weight.dtype),
+        x.astype(weight.dtype),
         weight,
         (((1,), (1 if out_first else 0,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
-    return rows.reshape(*x.shape[:-1], rows.shape[-1])
+    return rows[:num].reshape(*shape[:-1], rows.shape[-1])
 
 
 class Linear(nnx.Module):
@@ -97,9 +105,15 @@ class Mlp(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention that reads and extends one layer's cache."""
+    """Grouped-query attention over one layer's cache.
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype, out_first, rngs):
+    A call writes the new entries into the cache, then attends; `read` attends without
+    writing. `num_in` is the input's width where it is not the model's.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layer: int, *, dtype, out_first, rngs, num_in=None
+    ):
         heads, groups, width = config.num_heads, config.num_kv_heads, config.head_dim
         self.shape = (heads, groups, width)
         scale = config.attention_scale
@@ -107,14 +121,16 @@ class Attention(nnx.Module):
         self.window = config.layer_windows[layer] if config.layer_windows else None
         kw = dict(dtype=dtype, out_first=out_first, rngs=rngs)
         fan_out = (heads + 2 * groups) * width
-        self.qkv = Linear(config.hidden_size, fan_out, bias=config.qkv_bias, **kw)
+        num_in = config.hidden_size if num_in is None else num_in
+        self.qkv = Linear(num_in, fan_out, bias=config.qkv_bias, **kw)
         self.out = Linear(
             heads * width, config.hidden_size, bias=config.output_bias, **kw
         )
         self.query_norm = Norm(width, eps=config.norm_eps) if config.qk_norm else None
         self.key_norm = Norm(width, eps=config.norm_eps) if config.qk_norm else None
 
-    def __call__(self, x, cos_sin, keys, values, length, position, mask):
+    def project(self, x, cos_sin):
+        """Queries ``[B, T, H, D]``, and keys and values as a cache holds them."""
         batch, num, _ = x.shape
         heads, groups, width = self.shape
         qkv = self.qkv(x).reshape(batch, num, heads + 2 * groups, width)
@@ -129,8 +145,12 @@ class Attention(nnx.Module):
         is_finite = jnp.all(jnp.isfinite(value), axis=-1, keepdims=True)
         key = jnp.where(is_finite, key, jnp.nan)
         value = jnp.where(is_finite, value, 0.0)
-        keys = write_tail(keys, key.transpose(0, 2, 1, 3), length)
-        values = write_tail(values, value.transpose(0, 2, 1, 3), length)
+        return query, key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+
+    def __call__(self, x, cos_sin, keys, values, length, position, mask):
+        query, key, value = self.project(x, cos_sin)
+        keys = write_tail(keys, key, length)
+        values = write_tail(values, value, length)
         y = attend(
             query,
             keys,
@@ -141,7 +161,60 @@ class Attention(nnx.Module):
             scale=self.scale,
             window=self.window,
         )
-        return self.out(y.reshape(batch, num, heads * width)), keys, values
+        return self.out(y.reshape(*x.shape[:2], -1)), keys, values
+
+    def read(self, x, cos_sin, cached, length, position, held: "Held"):
+        """Attends a cache and the entries held beside it; the cache stays as it is.
+
+        Args:
+            x: ``[B, T, I]``.
+            cos_sin: the rotation of the T tokens.
+            cached: this layer's keys and values.
+            length: live entries of the cache.
+            position: ``[B, T]``.
+            held: what is beside the cache; the T tokens are put into it first.
+
+        Returns:
+            ``[B, T, E]``, and the entries held, the new ones among them.
+        """
+        query, key, value = self.project(x, cos_sin)
+        keys, values = held.put(key, value)
+        y = attend_beside(
+            query,
+            *cached,
+            length,
+            position,
+            keys,
+            values,
+            held.position,
+            held.mask,
+            scale=self.scale,
+            window=self.window,
+        )
+        return self.out(y.reshape(*x.shape[:2], -1)), (keys, values)
+
+
+class Held(NamedTuple):
+    """Entries beside one layer's cache, and where the tokens at hand belong in them."""
+
+    keys: Float[Array, "B G R D"]
+    values: Float[Array, "B G R D"]
+    start: Int[Array, ""]
+    """The T tokens at hand are entries ``start .. start + T - 1``."""
+    position: Int[Array, "B R"]
+    mask: Bool[Array, "B T R"]
+    """Which of the R each of the T may attend."""
+
+    def put(self, key, value):
+        """The entries with those of the tokens at hand in place."""
+        zero = jnp.int32(0)
+        at = (zero, zero, self.start, zero)
+        return (
+            jax.lax.dynamic_update_slice(self.keys, key.astype(self.keys.dtype), at),
+            jax.lax.dynamic_update_slice(
+                self.values, value.astype(self.values.dtype), at
+            ),
+        )
 
 
 class Block(nnx.Module):
@@ -172,7 +245,18 @@ class Block(nnx.Module):
         y, keys, values = self.attention(
             self.attention_norm(x), cos_sin, keys, values, length, position, mask
         )
-        x = x + (y if self.attention_out_norm is None else self.attention_out_norm(y))
+        return self.finish(x, y), keys, values
+
+    def read(self, x, cos_sin, cached, length, position, held: Held):
+        """The block without writing to the cache; see `Attention.read`."""
+        y, held = self.attention.read(
+            self.attention_norm(x), cos_sin, cached, length, position, held
+        )
+        return self.finish(x, y), held
+
+    def finish(self, x, attended):
+        """Both residual sums, given what attention returned."""
+        norm = self.attention_out_norm
+        x = x + (attended if norm is None else norm(attended))
         y = self.mlp(self.mlp_norm(x))
-        x = x + (y if self.mlp_out_norm is None else self.mlp_out_norm(y))
-        return x, keys, values
+        return x + (y if self.mlp_out_norm is None else self.mlp_out_norm(y))
