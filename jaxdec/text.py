@@ -87,8 +87,8 @@ def generate(
     max_new_tokens: Any = 128,
     temperature: Any = None,
     seed: Any = 0,
-    stop: str | Sequence[str] = (),
-    stop_tokens: Sequence[int] | None = None,
+    stop: str | Sequence[Any] = (),
+    stop_tokens: Sequence[Any] | None = None,
     chat: bool | None = None,
     system: str | None = None,
     logprobs: int | None = None,
@@ -109,8 +109,10 @@ def generate(
         temperature: 0 is greedy. None is 0.7 for ``"sample"`` and 0 otherwise.
         seed: a whole number or a JAX key, or one per request; the same seed gives the
             same tokens whatever the strategy (with the rule ``match``) and the batch.
-        stop: stop strings; the text ends before the first one found.
-        stop_tokens: ids that end an answer; None takes the model's own.
+        stop: stop strings, or a list of them per request; the text ends before the
+            first one found.
+        stop_tokens: ids that end an answer, or a list of them per request; None takes
+            the model's own.
         chat: whether to apply the chat template to text; None does if there is one.
         system: system message for chat prompts given as text.
         logprobs: None, or how many likeliest tokens to report at each place (0: only
@@ -184,7 +186,7 @@ def stream(
     if not 1 <= segment <= SEGMENT:
         raise ValueError(f"segment must be 1 to {SEGMENT} steps, got {segment}")
     call = check(lm, prompt, single=True, **options)
-    texts = [TextStream(lm.tokenizer, call.stop_strings)]
+    texts = _text_streams(call)
     done = None
     for done in _segments(call, texts, segment):
         if done.pieces[0].text or done.pieces[0].tokens:
@@ -196,9 +198,9 @@ def stream(
 
 def execute(call: Call) -> Outputs:
     """Runs a checked call to its end."""
-    texts = [TextStream(call.lm.tokenizer, call.stop_strings) for _ in call.prompts]
+    texts = _text_streams(call)
     # Without stop strings nobody needs to look before the end.
-    segment = SEGMENT if call.stop_strings else call.key.num_slots
+    segment = SEGMENT if any(call.stop_strings) else call.key.num_slots
     done = None
     for segment_done in _segments(call, texts, segment):
         done = segment_done
@@ -206,6 +208,10 @@ def execute(call: Call) -> Outputs:
         for text in texts:
             text.finish()
     return _outputs(call, texts, done)
+
+
+def _text_streams(call: Call) -> list[TextStream]:
+    return [TextStream(call.lm.tokenizer, strings) for strings in call.stop_strings]
 
 
 def _outputs(call: Call, texts: list[TextStream], done: "_Segment") -> Outputs:

@@ -221,6 +221,34 @@ def test_processed_logprobs_equal_a_teacher_forced_pass(lm):
     assert {len(top) for top in out[0].top_logprobs} == {20}
 
 
+def test_each_request_has_its_own_stops(lm):
+    """In a batch each request ends where it ends alone, and for the same reason."""
+    free = jaxdec.generate(lm, PROMPTS, max_new_tokens=24, stop_tokens=[])
+    token = free[0].tokens[-2]
+    letter = next(c for c in free[2].text if c.isalpha())
+    decode = lm.tokenizer.decode
+    ends = [
+        free[0].tokens.index(token) + 1,
+        24,
+        next(n for n in range(25) if letter in decode(free[2].tokens[:n])),
+    ]
+    assert token in free[1].tokens and ends[0] > 8 and ends[2] > 8
+    stops = dict(
+        stop_tokens=[[token, 7], [], None],
+        stop=[None, ["unsaid", "\N{SNOWMAN}"], letter],
+    )
+    out = jaxdec.generate(
+        lm, PROMPTS, strategy=jaxdec.lookup(3), max_new_tokens=24, **stops
+    )
+    wanted = [item.tokens[:n] for item, n in zip(free, ends, strict=True)]
+    assert tokens_of(out) == wanted
+    reasons = [item.finish_reason for item in out]
+    assert reasons == ["stop_token", "length", "stop_string"]
+    assert out[0].stop_token == token
+    evidence = measure.evidence(out.run, out, with_costs=False)
+    assert evidence.sampling["stop_tokens"] == [[token, 7], [], [256]]
+
+
 def test_other_values_compile_nothing(lm):
     def call(**options):
         return jaxdec.generate(lm, PROMPTS[:1], strategy="lookup", **options).run
@@ -311,6 +339,10 @@ def test_nothing_asked_for_calls_no_model(lm, monkeypatch):
         ("a", {"top_p": 1.5}, "top_p"),
         ("a", {"stop_tokens": [400]}, "stop token 400"),
         ("a", {"processed_logprobs": True}, "logprobs is None; pass logprobs=0"),
+        ("a", {"stop_tokens": [[1], [2]]}, "stop_tokens has 2 values for 1 prompts"),
+        ("a", {"stop_tokens": [[400]]}, "stop token 400"),
+        ("a", {"stop": [["x"], "y"]}, "stop has 2 values for 1 prompts"),
+        ("a", {"stop": [["x", 3]]}, "stop strings must be non-empty"),
         ("a", {"stop": [""]}, "stop strings must be non-empty"),
         ("a", {"seed": -3}, "a seed is a whole number"),
         ("a", {"seed": 0.5}, "a seed is a whole number"),
