@@ -7,7 +7,7 @@ size share one compiled program.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +44,7 @@ class Call:
     seeds: tuple[Any, ...]
     sampling: Mapping[str, Any]
     output_format: str | None = None
+    cancelled: Callable[[], bool] | None = None
 
 
 def check(
@@ -64,6 +65,7 @@ def check(
     processor: LogitsProcessor | None = None,
     exact: bool | int = False,
     output_format: str | None = None,
+    cancelled: Any = None,
     single: bool = False,
     observe: Any = None,
     accept: Any = None,
@@ -106,6 +108,11 @@ def check(
         raise ValueError(
             "processed_logprobs says which log-probabilities to report, but logprobs "
             "is None; pass logprobs=0 or more"
+        )
+    if cancelled is not None and not callable(cancelled):
+        raise ValueError(
+            f"cancelled is asked again and again, so it must be a function, got "
+            f"{cancelled!r}; pass for example threading.Event().is_set"
         )
     if exact is not True and (not isinstance(exact, int) or exact < 0):
         raise ValueError(
@@ -195,6 +202,7 @@ def check(
         stop_tokens=tuple(tuple(row) for row in stops),
         sampling={"temperature": temperature, **sampling},
         output_format=output_format,
+        cancelled=cancelled,
     )
 
 

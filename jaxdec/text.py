@@ -3,13 +3,13 @@
 Input is checked before any model call. A batch of requests with different prompts,
 lengths, temperatures, limits and seeds is one call of one compiled program. The host
 looks at the tokens only where it must: after the first step (time to first token), and
-every few steps where stop strings or a stream ask for text.
+every few steps where stop strings, a stream or a caller who may cancel ask for it.
 """
 
 import dataclasses
 import functools
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -96,6 +96,7 @@ def generate(
     processor: LogitsProcessor | None = None,
     exact: bool | int = False,
     output_format: str | None = None,
+    cancelled: Callable[[], bool] | None = None,
     **sampling: Any,
 ) -> Outputs:
     """Decodes every prompt with one strategy.
@@ -128,6 +129,8 @@ def generate(
             that are to be compared the same value.
         output_format: ``"json"`` or a regular expression that each text should match;
             the evidence then has a success rate.
+        cancelled: asked after the first step and every few steps; once it is true,
+            requests that still run end with what they have said so far.
         **sampling: see `jaxdec.sampling_params.make_sampling_params`.
 
     Raises:
@@ -150,6 +153,7 @@ def generate(
         processor=processor,
         exact=exact,
         output_format=output_format,
+        cancelled=cancelled,
         **sampling,
     )
     return execute(call)
@@ -172,7 +176,8 @@ def stream(
 
     Pieces are valid UTF-8 and never hold part of a stop string; together they are the
     text that `generate` returns. The value of the generator (what ``yield from`` gives)
-    is what `generate` would have returned.
+    is what `generate` would have returned. It may be closed at any place: nothing that
+    was computed is held by the model.
 
     Args:
         lm: from `jaxdec.load`.
@@ -191,6 +196,9 @@ def stream(
     for done in _segments(call, texts, segment):
         if done.pieces[0].text or done.pieces[0].tokens:
             yield done.pieces[0]
+        if _is_cancelled(call, done):
+            done = _cancelled(done)
+            break
     rest = texts[0].finish()
     yield Piece(text=rest, tokens=(), finish_reason=_label(done.finish[0]))
     return _outputs(call, texts, done)
@@ -200,10 +208,13 @@ def execute(call: Call) -> Outputs:
     """Runs a checked call to its end."""
     texts = _text_streams(call)
     # Without stop strings nobody needs to look before the end.
-    segment = SEGMENT if any(call.stop_strings) else call.key.num_slots
+    looks = any(call.stop_strings) or call.cancelled is not None
+    segment = SEGMENT if looks else call.key.num_slots
     done = None
-    for segment_done in _segments(call, texts, segment):
-        done = segment_done
+    for done in _segments(call, texts, segment):
+        if _is_cancelled(call, done):
+            done = _cancelled(done)
+            break
     if call.lm.tokenizer is not None:
         for text in texts:
             text.finish()
@@ -298,6 +309,21 @@ def _segments(call: Call, texts: list[TextStream], segment: int) -> Iterator[_Se
             ),
         )
         started = time.perf_counter()
+
+
+def _is_cancelled(call: Call, done: _Segment) -> bool:
+    """Whether the caller gives up what still runs."""
+    is_running = bool(np.any(done.finish == FinishReason.NONE))
+    return is_running and call.cancelled is not None and bool(call.cancelled())
+
+
+def _cancelled(done: _Segment) -> _Segment:
+    """Where a call stands when nothing more is run."""
+    is_running = done.finish == FinishReason.NONE
+    finish = np.where(is_running, np.int32(FinishReason.CANCELLED), done.finish)
+    return dataclasses.replace(
+        done, finish=finish, run=dataclasses.replace(done.run, finish=finish)
+    )
 
 
 def _spoken(tokens: list[int], finish: int) -> list[int]:

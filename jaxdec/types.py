@@ -55,7 +55,7 @@ class FinishReason(enum.IntEnum):
     NONFINITE = 4
     """The target's logits held NaN or +inf, or every token was banned."""
     CANCELLED = 5
-    """The caller gave up on the request."""
+    """The caller gave up on the request (set by the host between segments)."""
 
     @property
     def label(self) -> str:

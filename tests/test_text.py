@@ -58,6 +58,88 @@ def test_stream_equals_generate(lm, strategy):
         assert all(p.finish_reason is None for p in pieces[:-1])
 
 
+def test_b24_a_closed_stream_leaves_nothing_behind(lm):
+    """Close after each of the first pieces and go on from there: the same tokens."""
+    options = dict(strategy="lookup", temperature=0.8, seed=5)
+    prompt = lm.tokenizer.encode(PROMPTS[0])
+    whole = jaxdec.generate(lm, prompt, max_new_tokens=40, **options)[0]
+    for num_pieces in range(1, 11):
+        pieces = jaxdec.stream(lm, prompt, segment=1, max_new_tokens=40, **options)
+        said = [t for _ in range(num_pieces) for t in next(pieces).tokens]
+        pieces.close()
+        assert num_pieces <= len(said) < 40
+        rest = jaxdec.generate(
+            lm, [*prompt, *said], max_new_tokens=40 - len(said), **options
+        )
+        assert (*said, *rest[0].tokens) == whole.tokens
+
+
+@pytest.mark.parametrize("strategy", ["sample", "lookup"])
+def test_cancelled_requests_keep_what_they_said(lm, strategy):
+    options = dict(temperature=0.8, seed=5)
+    whole = jaxdec.generate(
+        lm, PROMPTS, strategy="sample", max_new_tokens=[1, 40, 40], **options
+    )
+    for times in (1, 2, 3):
+        answers = iter([False] * (times - 1) + [True])
+        out = jaxdec.generate(
+            lm,
+            PROMPTS,
+            strategy=strategy,
+            max_new_tokens=[1, 40, 40],
+            cancelled=lambda answers=answers: next(answers),
+            **options,
+        )
+        reasons = [item.finish_reason for item in out]
+        assert reasons == ["length", "cancelled", "cancelled"]
+        record = measure.evidence(out.run, out, with_costs=False)
+        assert record.finish_reasons == {"length": 1, "cancelled": 2}
+        for item, full, row in zip(out, whole, record.requests, strict=True):
+            num = len(item.tokens)
+            assert item.tokens == full.tokens[:num]
+            assert item.text == lm.tokenizer.decode(item.tokens)
+            assert row.num_emitted == num
+            assert row.num_steps == (1 if len(full.tokens) == 1 else 8 * times - 7)
+        assert 8 * times - 7 <= len(out[1].tokens) < 40
+
+
+def test_cancelled_is_asked_between_segments_and_only_while_something_runs(lm):
+    asked = []
+
+    def after(times):
+        asked.clear()
+        return lambda: asked.append(1) or len(asked) == times
+
+    options = dict(strategy="lookup", temperature=0.8, seed=5, max_new_tokens=40)
+    whole = jaxdec.generate(lm, PROMPTS[0], **options)[0]
+    pieces = jaxdec.stream(lm, PROMPTS[0], segment=2, cancelled=after(4), **options)
+    shown = []
+    while (piece := next(pieces)).finish_reason is None:
+        shown.append(piece)
+        assert len(asked) == len(shown) - 1
+    assert (piece.finish_reason, piece.tokens, len(asked)) == ("cancelled", (), 4)
+    with pytest.raises(StopIteration) as end:
+        next(pieces)
+    item = end.value.value[0]
+    assert item.finish_reason == "cancelled"
+    assert item.tokens == tuple(t for p in shown for t in p.tokens)
+    assert item.tokens == whole.tokens[: len(item.tokens)] and len(item.tokens) >= 7
+    assert item.text == "".join(p.text for p in [*shown, piece])
+    for limit in (0, 1):
+        nothing = options | dict(max_new_tokens=limit, cancelled=after(1))
+        out = jaxdec.generate(lm, PROMPTS[0], **nothing)
+        assert out[0].finish_reason == "length" and asked == []
+
+    def breaks():
+        raise RuntimeError("no answer")
+
+    with pytest.raises(RuntimeError, match="no answer"):
+        jaxdec.generate(lm, PROMPTS[0], cancelled=breaks, **options)
+    assert jaxdec.generate(lm, PROMPTS[0], **options)[0] == whole
+    with pytest.raises(ValueError, match="it must be a function"):
+        jaxdec.call.check(lm, PROMPTS[0], cancelled=True)
+
+
 @pytest.mark.parametrize("strategy", ["greedy", "lookup"])
 @pytest.mark.parametrize("at", [0, 3, 4, 11])
 def test_stop_string_ends_tokens_text_logprobs_and_evidence_at_one_place(
