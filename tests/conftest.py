@@ -26,6 +26,35 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 install_import_hook("jaxdec", "beartype.beartype")
 
+_CASES = pathlib.Path(__file__).resolve().parent / "golden" / "cases"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--golden",
+        type=pathlib.Path,
+        default=_CASES,
+        metavar="DIR",
+        help="run the golden cases in this folder instead of those of the repository",
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "golden(kind, ...): runs for every golden case of these kinds"
+    )
+
+
+def pytest_generate_tests(metafunc):
+    marker = metafunc.definition.get_closest_marker("golden")
+    if marker is not None:
+        # Beside the test files that are marked so, which is the only place for them.
+        from cases import discover
+
+        found = discover(metafunc.config.getoption("--golden").resolve())
+        cases = [case for case in found if case.kind in marker.args]
+        metafunc.parametrize("case", cases, ids=lambda case: case.name)
+
 
 @pytest.fixture(autouse=True)
 def quick_to_compile(request, monkeypatch):
