@@ -87,7 +87,7 @@ def compare(
         ValueError: bad input, before any model call; or no output with a second step,
             so that there is no time per token.
     """
-    entries = plan(strategies, temperature, draft_length)
+    entries = plan(strategies, temperature, draft_length, lm)
     items = [_item(prompt, number) for number, prompt in enumerate(prompts, start=1)]
     if not items:
         raise ValueError("no prompts to compare on; give at least one")
@@ -216,6 +216,7 @@ def plan(
     strategies: Sequence[str | StrategyConfig],
     temperature: float,
     draft_length: int | None = None,
+    lm: LM | None = None,
 ) -> list[Entry]:
     """What a comparison runs: the strategies asked for, and their plain decoding.
 
@@ -225,9 +226,9 @@ def plan(
     make_sampling_params(1, temperature=temperature)
     configs = []
     for strategy in strategies:
-        config = resolve(strategy)
+        config = resolve(strategy, lm=lm)
         if draft_length is not None and config.length:
-            config = resolve(config, draft_length)
+            config = config.with_length(draft_length)
         configs.append(config)
     plain = [resolve("greedy")]
     if temperature > 0 and any(config.length for config in configs):

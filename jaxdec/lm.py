@@ -26,6 +26,7 @@ from jaxdec.models.decoder import abstract_params
 from jaxdec.models.weights import params_from_tensors
 from jaxdec.program import Program, ProgramKey, compile_program
 from jaxdec.rounding import measure_classes
+from jaxdec.trained import add_native
 from jaxdec.types import Params
 
 ORBAX_FILE = "_CHECKPOINT_METADATA"
@@ -51,6 +52,10 @@ class LM:
     name: str = "model"
     content_hash: str = ""
     """Names the weights."""
+    strategies: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    """Strategies that this model alone has, by name: those of its drafters."""
+    notes: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    """Why a strategy that one might expect of this model is not among them."""
     programs: dict[ProgramKey, Program] = dataclasses.field(
         default_factory=dict, repr=False
     )
@@ -131,7 +136,7 @@ def load(
         return _restore(Path(name), dtype, cache_dtype)
     checkpoint = load_checkpoint(name, dtype, progress)
     check_finite(checkpoint.tensors)
-    return LM(
+    lm = LM(
         config=checkpoint.config,
         params=params_from_tensors(checkpoint.config, checkpoint.tensors, dtype),
         tokenizer=checkpoint.tokenizer,
@@ -141,6 +146,8 @@ def load(
         name=str(name),
         content_hash=checkpoint.content_hash,
     )
+    add_native(lm, checkpoint)
+    return lm
 
 
 def _restore(folder: Path, dtype: str, cache_dtype: str) -> LM:

@@ -20,6 +20,8 @@ LEVELS = {
     6: ("evidence", "certificate", "advice"),
     7: (
         "lm",
+        "loaded_drafter",
+        "trained",
         "call",
         "strategies",
         "text",

@@ -1,0 +1,112 @@
+"""Opens a published drafter, whatever its format, and reads it for a target."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdec.io.checkpoint import CheckpointError
+from jaxdec.io.drafters import block, eagle, mtp
+from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
+from jaxdec.io.hub import resolve
+from jaxdec.io.safetensors import folder_hash, open_stored, read_json
+from jaxdec.io.storage import Progress
+from jaxdec.io.torch_files import open_torch_file
+from jaxdec.models.config import ModelConfig
+
+_FORMATS = ("F32", "F16", "BF16", "F64", "I64", "I32", "BOOL", "U8")
+_PICKLED = "pytorch_model.bin"
+
+_READERS = {
+    "block": (block.recognise, block.read_block),
+    "eagle": (eagle.recognise, eagle.read_eagle),
+    "mtp": (mtp.recognise, mtp.read_mtp),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredDrafter:
+    """A drafter on disk; no tensor is read yet."""
+
+    values: Mapping[str, Any]
+    """``config.json``."""
+    tensors: Mapping[str, np.ndarray]
+    """By the names in the file."""
+    shapes: Mapping[str, tuple[int, ...]]
+    family: str
+    format: str
+    """Who writes such files, in words."""
+    source: str
+    content_hash: str
+
+
+def open_drafter(name: str | Path, progress: Progress | None = None) -> StoredDrafter:
+    """Finds a drafter, and says what it is.
+
+    Args:
+        name: a folder with ``config.json`` and weights, or a Hub id.
+        progress: told when something slow begins.
+
+    Raises:
+        CheckpointError: nothing is there, or no format is recognised.
+    """
+    folder = resolve(name, progress)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is a file; a drafter is a folder with config.json and its "
+            "weights. Pass the folder."
+        )
+    values = read_json(folder / "config.json")
+    if (folder / _PICKLED).exists() and not list(folder.glob("*.safetensors*")):
+        tensors = open_torch_file(folder / _PICKLED)
+        shapes = {k: tuple(x.shape) for k, x in tensors.items()}
+        content = (folder / _PICKLED).read_bytes()
+        digest = hashlib.sha256((folder / "config.json").read_bytes() + content)
+        content_hash = digest.hexdigest()
+    else:
+        tensors = open_stored(folder, _FORMATS)
+        shapes, content_hash = tensors.shapes, folder_hash(folder)
+    found = [
+        (family, kind)
+        for family, (recognise, _) in _READERS.items()
+        if (kind := recognise(values, shapes)) is not None
+    ]
+    if not found:
+        raise CheckpointError(
+            f"{folder} is no drafter of a known format: model_type is "
+            f"{values.get('model_type')!r}, architectures "
+            f"{values.get('architectures')!r}, and its tensors begin with "
+            f"{', '.join(list(shapes)[:3])}. Known are EAGLE-1/2/3, P-EAGLE, DFlash, "
+            "DSpark and MTP as SafeAILab, z-lab, DeepSpec and speculators write them; "
+            "a whole language model drafts with jaxdec.draft_model."
+        )
+    family, kind = found[0]
+    return StoredDrafter(
+        values=values,
+        tensors=tensors,
+        shapes=shapes,
+        family=family,
+        format=kind,
+        source=str(name),
+        content_hash=content_hash,
+    )
+
+
+def read_drafter(
+    stored: StoredDrafter,
+    target: ModelConfig,
+    overrides: Mapping[str, Any] | None = None,
+) -> DrafterCheckpoint:
+    """Reads a drafter for a target; nothing is loaded partly.
+
+    Raises:
+        CheckpointError: it does not fit the target, or is not whole.
+    """
+    read = _READERS[stored.family][1]
+    try:
+        return read(stored.values, stored.tensors, target, dict(overrides or {}))
+    except CheckpointError as error:
+        raise CheckpointError(f"{stored.source}: {error}") from error
