@@ -1,0 +1,1 @@
+"""Drafters as they are found on disk, in every format that is in circulation."""
