@@ -13,8 +13,11 @@ from reading import read_prompts
 from safetensors.numpy import load_file
 
 import jaxdec
+from jaxdec import sampling
 from jaxdec.drafters.eagle import eagle, recurrent_net
+from jaxdec.drafters.recurrent_tree import best_nodes, grow, recurrent_tree
 from jaxdec.io.drafters.eagle import read_eagle, recognise, share_with_target
+from jaxdec.models.decoder import make_model
 from jaxdec.models.eagle import make_network
 from jaxdec.models.eagle_config import EagleConfig
 from jaxdec.models.eagle_weights import eagle_params_from_tensors
@@ -197,3 +200,97 @@ def test_chain(case):
             if f"r{r}.{name}" in expected:
                 theirs = expected[f"r{r}.{name}"]
                 case.close(f"r{r}.{name}", found[name], theirs, "hidden")
+
+
+@functools.cache
+def tree_program(config: EagleConfig, nodes: int, depth: int, width: int):
+    """One round of a tree, and the numbers behind it."""
+    net = recurrent_net(config)
+    drafter = recurrent_tree(net, nodes=nodes, depth=depth, width=width)
+
+    def run(params, state, commit, sequences):
+        state = drafter.extend(params, state, commit)
+        grown = grow(net, params, state, sequences, depth=depth, width=width)
+        _, _, scores = best_nodes(grown, nodes)
+        state, draft = drafter.propose(params, state, sequences)
+        seen = sampling.draft_nodes(sequences.anchor, draft)
+        return state, {
+            "tree_tokens": seen.tokens[0],
+            "tree_parent": jnp.concatenate([jnp.full(1, -1), draft.parents[0]]),
+            "tree_depth": seen.depth[0],
+            "tree_mask": seen.ancestors[0],
+            "tree_scores": jnp.concatenate([jnp.zeros(1), scores[0]]),
+            "root_logits": net.logits(params, state.hidden[:, None])[0, 0],
+        }
+
+    return drafter, jax.jit(run, compiler_options=toy.FAST)
+
+
+@pytest.mark.golden("drafter", families=FAMILIES)
+def test_tree(case):
+    """Tokens, parents, depths and masks of four rounds, node for node."""
+    if "tree" not in case.facts:
+        pytest.skip("published without a tree")
+    loaded, expected = load(case), case.expected("expected_tree.safetensors")
+    shape = case.facts["tree"]
+    drafter, run = tree_program(
+        loaded.config,
+        nodes=shape["total_tokens"] - 1,
+        depth=shape["depth"] + 1,
+        width=shape["top_k"],
+    )
+    state = drafter.init(1, BUFFER)
+    for r, commit, sequences in rounds(expected):
+        state, found = run(loaded.params, state, commit, sequences)
+        for name in ("tree_tokens", "tree_parent", "tree_depth", "tree_mask"):
+            case.equal(f"r{r}.{name}", found[name], expected[f"r{r}.{name}"])
+        for name in ("tree_scores", "root_logits"):
+            case.close(f"r{r}.{name}", found[name], expected[f"r{r}.{name}"])
+
+
+@pytest.mark.golden("drafter-end-to-end", families=FAMILIES)
+def test_end_to_end(case):
+    """The whole engine: the target's own output, and as many drafts kept each step.
+
+    The published loops sample one token before they first draft, so that token is part
+    of the prompt here. Their last rounds may run past the end; ours are cut there.
+    """
+    loaded, expected = load(case), case.expected()
+    if "tree" in case.facts:
+        shape = case.facts["tree"]
+        drafter = recurrent_tree(
+            recurrent_net(loaded.config),
+            nodes=shape["total_tokens"] - 1,
+            depth=shape["depth"] + 1,
+            width=shape["top_k"],
+        )
+    else:
+        drafter = eagle(loaded.config, length=case.facts["tokens_per_round"])
+    prompts = [expected["prompt_0"], expected["prompt_1"]]
+    outputs = [expected["output_0"], expected["output_1"]]
+    begun = [o[: len(p) + 1].tolist() for o, p in zip(outputs, prompts, strict=True)]
+    num = case.facts["max_new_tokens"] - 1
+    built = toy.compiled(
+        make_model(loaded.lm.config, taps=loaded.config.taps),
+        drafter,
+        target=loaded.lm.params,
+        own=loaded.params.own,
+        shared=loaded.params.shared,
+    )
+    request = toy.make_request(
+        begun, max_new=num, max_draft=drafter.max_length, buffer=BUFFER // 2
+    )
+    state, info, steps = toy.run(built, request)
+    tokens = toy.tokens_of(state)
+    for i, output in enumerate(outputs):
+        case.equal(f"output_{i}", tokens[i], output[len(prompts[i]) + 1 :])
+        is_live = np.asarray(info.is_live)[i]
+        kept, emitted = (
+            np.asarray(x)[i, is_live] for x in (info.num_accepted, info.num_emitted)
+        )
+        accepted = expected[f"accepted_{i}"]
+        # Whole rounds: those that end before the limit.
+        whole = np.cumsum(emitted) < num
+        assert whole.sum() >= len(accepted) - 2
+        case.equal(f"accepted_{i}", kept[whole], accepted[: whole.sum()])
+        assert np.all(kept[~whole] <= accepted[whole.sum() : is_live.sum()])
