@@ -76,6 +76,7 @@ def evidence(
         hashes=hashes(lm, call.config),
         seed=_plain_seeds(call.seeds),
         sampling=_options(call),
+        **call.config.facts(lm),
     )
     rounds = np.maximum(run.info.is_live.sum(axis=1), 1)
     later = run.e2e_s - run.ttft_s

@@ -284,6 +284,10 @@ class Cache(Protocol):
 
     length: Int[Array, "B"]
 
+    def put(self, rows: Any) -> "Cache":
+        """Writes rows that `Model.read` returned to the tail; length is unchanged."""
+        ...
+
     def commit(self, path: Int[Array, "B T"] | None, num: Int[Array, "B"]) -> "Cache":
         """Keeps the first `num` entries of `path` (tail indices; None: in order)."""
         ...
@@ -322,6 +326,9 @@ class Model(NamedTuple):
     min_rows: int = 1
     """Forwards of fewer rows (B x T) are padded to this many; they write as many
     scratch entries."""
+    read: Callable[..., tuple[Any, Output]] | None = None
+    """Like `forward`, but leaves the cache alone and returns what the tail would hold,
+    ``[B, G, T, D]`` leaves for `Cache.put`. Only for steps of several widths."""
 
 
 class Drafter(NamedTuple):
@@ -339,6 +346,11 @@ class Drafter(NamedTuple):
     max_depth: int | None = None
     """Longest path of a tree, in tokens; None for a chain, whose longest is K. A step
     emits at most this many draft tokens, and commits no more entries."""
+    keeps_state: bool = False
+    """Whether `propose` returns the very state it was given, so that it may be left
+    out of a step, and may stand in a branch."""
+    sources: tuple[str, ...] = ()
+    """Names of the drafters that `Draft.source` numbers; empty: this one alone."""
 
 
 class AcceptFn(NamedTuple):

@@ -142,4 +142,5 @@ def eagle(
         init=lambda batch_size, capacity: init_state(net, batch_size, capacity),
         extend=extend,
         propose=propose,
+        keeps_state=True,
     )

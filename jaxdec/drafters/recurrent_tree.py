@@ -148,6 +148,7 @@ def recurrent_tree(
         extend=extend,
         propose=propose,
         max_depth=depth if nodes else None,
+        keeps_state=True,
     )
 
 

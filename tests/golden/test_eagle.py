@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import toy
 from reading import read_prompts
-from safetensors.numpy import load_file
 
 import jaxdec
 from jaxdec import sampling
 from jaxdec.drafters.eagle import eagle, recurrent_net
 from jaxdec.drafters.recurrent_tree import best_nodes, grow, recurrent_tree
 from jaxdec.io.drafters.eagle import read_eagle, recognise, share_with_target
+from jaxdec.io.safetensors import open_stored
 from jaxdec.models.decoder import make_model
 from jaxdec.models.eagle import make_network
 from jaxdec.models.eagle_config import EagleConfig
@@ -25,6 +25,7 @@ from jaxdec.types import Commit, DrafterParams, Sequences
 
 FAMILIES = ("eagle1", "eagle3", "peagle")
 BUFFER = 256
+STORED = ("F32", "I64", "BOOL")
 
 
 class Loaded(NamedTuple):
@@ -44,8 +45,8 @@ def load_target(folder):
 def load(case) -> Loaded:
     lm = load_target(case.target)
     values = json.loads((case.folder / "config.json").read_text(encoding="utf-8"))
-    tensors = load_file(case.folder / "model.safetensors")
-    assert recognise(values, {name: x.shape for name, x in tensors.items()})
+    tensors = open_stored(case.folder, STORED)
+    assert recognise(values, tensors.shapes)
     checkpoint = read_eagle(values, tensors, lm.config, {})
     checkpoint = share_with_target(checkpoint, lm.params)
     own = eagle_params_from_tensors(checkpoint.config, checkpoint.tensors)
