@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxdec.io.tokenizer import Tokenizer
 from jaxdec.models.config import ModelConfig, MoeConfig, RopeConfig
+from jaxdec.models.weights import block_shapes
 
 
 class CheckpointError(ValueError):
@@ -93,42 +94,10 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             "rotary positions, RMS norms and a gated MLP have canonical tensor names; "
             "build the parameters of this model yourself."
         )
-    width, inner = config.hidden_size, config.intermediate_size
-    query = config.num_heads * config.head_dim
-    key = config.num_kv_heads * config.head_dim
+    width = config.hidden_size
     shapes = {"model.embed_tokens.weight": (config.vocab_size, width)}
-
-    def linear(name, rows, columns, bias=False):
-        shapes[f"{name}.weight"] = (rows, columns)
-        if bias:
-            shapes[f"{name}.bias"] = (rows,)
-
     for i in range(config.num_layers):
-        layer = f"model.layers.{i}"
-        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        norms = ["input_layernorm", "post_attention_layernorm"]
-        if config.sandwich_norms:
-            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        for norm in norms:
-            shapes[f"{layer}.{norm}.weight"] = (width,)
-        linear(f"{attention}.q_proj", query, width, config.qkv_bias)
-        linear(f"{attention}.k_proj", key, width, config.qkv_bias)
-        linear(f"{attention}.v_proj", key, width, config.qkv_bias)
-        linear(f"{attention}.o_proj", width, query, config.output_bias)
-        if config.qk_norm:
-            shapes[f"{attention}.q_norm.weight"] = (config.head_dim,)
-            shapes[f"{attention}.k_norm.weight"] = (config.head_dim,)
-        moe = config.moe
-        if moe is not None and i in moe.layers:
-            linear(f"{mlp}.gate", moe.num_experts, width)
-            blocks = [f"{mlp}.experts.{e}" for e in range(moe.num_experts)]
-            inners = moe.intermediate_size
-        else:
-            blocks, inners = [mlp], inner
-        for block in blocks:
-            linear(f"{block}.gate_proj", inners, width, config.mlp_bias)
-            linear(f"{block}.up_proj", inners, width, config.mlp_bias)
-            linear(f"{block}.down_proj", width, inners, config.mlp_bias)
+        shapes |= block_shapes(config, i, f"model.layers.{i}")
     shapes["model.norm.weight"] = (width,)
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, width)

@@ -311,6 +311,12 @@ def _qwen2(fields: _Fields) -> ModelConfig:
     return _qwen(fields, "qwen2", default_head_dim=None, qkv_bias=True)
 
 
+def _mimo(fields: _Fields) -> ModelConfig:
+    # A Qwen2 decoder, with the head width as a setting.
+    bias = bool(fields.get("attention_bias", True))
+    return _qwen(fields, "mimo", default_head_dim=None, qkv_bias=bias)
+
+
 def _qwen3(fields: _Fields) -> ModelConfig:
     bias = bool(fields.get("attention_bias", False))
     return _qwen(
@@ -333,6 +339,7 @@ _FAMILIES = {
     "llama": _Family(_llama, "LlamaForCausalLM"),
     "mistral": _Family(_mistral, "MistralForCausalLM"),
     "qwen2": _Family(_qwen2, "Qwen2ForCausalLM"),
+    "mimo": _Family(_mimo, "MiMoForCausalLM"),
     "qwen3": _Family(_qwen3, "Qwen3ForCausalLM"),
 }
 

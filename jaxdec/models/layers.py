@@ -126,6 +126,9 @@ class Attention(nnx.Module):
         self.out = Linear(
             heads * width, config.hidden_size, bias=config.output_bias, **kw
         )
+        gate = dict(bias=config.qkv_bias, **kw)
+        has_gate = config.attention_gate
+        self.gate = Linear(num_in, heads * width, **gate) if has_gate else None
         self.query_norm = Norm(width, eps=config.norm_eps) if config.qk_norm else None
         self.key_norm = Norm(width, eps=config.norm_eps) if config.qk_norm else None
 
@@ -161,7 +164,14 @@ class Attention(nnx.Module):
             scale=self.scale,
             window=self.window,
         )
-        return self.out(y.reshape(*x.shape[:2], -1)), keys, values
+        return self.finish(x, y), keys, values
+
+    def finish(self, x, attended):
+        """The output projection, after the gate (if there is one)."""
+        y = attended.reshape(*x.shape[:2], -1)
+        if self.gate is not None:
+            y = y * jax.nn.sigmoid(self.gate(x))
+        return self.out(y)
 
     def read(self, x, cos_sin, cached, length, position, held: "Held"):
         """Attends a cache and the entries held beside it; the cache stays as it is.
@@ -191,7 +201,7 @@ class Attention(nnx.Module):
             scale=self.scale,
             window=self.window,
         )
-        return self.out(y.reshape(*x.shape[:2], -1)), (keys, values)
+        return self.finish(x, y), (keys, values)
 
 
 class Held(NamedTuple):
