@@ -17,16 +17,16 @@ from jaxdec.io.checkpoint import (
     CheckpointError,
     LazyTensors,
     as_dtype,
-    canonical_names,
-    check_tensors,
-    expected_tensors,
 )
 from jaxdec.io.hf_config import config_from_hf, stop_tokens_from_hf
+from jaxdec.io.names import canonical_parts, split_tensors
 from jaxdec.io.tokenizer import Tokenizer
 
 _DTYPES = ("F32", "F16", "BF16", "F64")
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_ADDS_ONE = ("gemma3",)
+"""Families whose files hold w where the norm multiplies by 1 + w."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -106,18 +106,25 @@ def open_tensors(folder: str | Path) -> LazyTensors:
             shapes[name] = tuple(part.get_shape())
             # An unsupported format matters only where a tensor is read.
             handles[name] = (handle, part.get_dtype(), path)
-    canonical = canonical_names(shapes)
+    parts = canonical_parts(shapes)
 
     def read(name: str) -> np.ndarray:
-        handle, dtype, path = handles[canonical[name]]
+        part = parts[name]
+        handle, dtype, path = handles[part.source]
         if dtype not in _DTYPES:
             raise CheckpointError(
-                f"tensor {canonical[name]!r} in {path} has number format {dtype}; only "
+                f"tensor {part.source!r} in {path} has number format {dtype}; only "
                 f"{', '.join(_DTYPES)} are read. Use an unquantised release."
             )
-        return handle.get_tensor(canonical[name])
+        if not part.index:
+            tensor = handle.get_tensor(part.source)
+        else:
+            tensor = handle.get_slice(part.source)[part.index]
+        return tensor.T if part.is_transposed else tensor
 
-    return LazyTensors({new: shapes[old] for new, old in canonical.items()}, read)
+    return LazyTensors(
+        {name: part.shape(shapes[part.source]) for name, part in parts.items()}, read
+    )
 
 
 def _folder_hash(folder: Path) -> str:
@@ -153,7 +160,7 @@ def load_folder(folder: str | Path, dtype: np.dtype) -> Checkpoint:
     config = config_from_hf(values)
     tensors = open_tensors(folder)
     try:
-        check_tensors(config, tensors)
+        tensors, extra = split_tensors(config, tensors)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     generation_file = folder / "generation_config.json"
@@ -167,11 +174,17 @@ def load_folder(folder: str | Path, dtype: np.dtype) -> Checkpoint:
     stops = stop_tokens_from_hf(generation, values)
     if not stops and tokenizer is not None and tokenizer.eos_id is not None:
         stops = (tokenizer.eos_id,)
+
+    def converted(name: str, tensor: np.ndarray) -> np.ndarray:
+        if config.family in _ADDS_ONE and name.endswith("norm.weight"):
+            tensor = tensor.astype(np.float32) + 1
+        return as_dtype(name, tensor, dtype)
+
     return Checkpoint(
         config=config,
-        tensors=tensors.select(
-            expected_tensors(config), lambda name, x: as_dtype(name, x, dtype)
-        ),
+        tensors=tensors.select(tensors, converted),
+        extra=extra.select(extra, lambda name, x: as_dtype(name, x, dtype)),
+        settings=values,
         tokenizer=tokenizer,
         stop_tokens=stops,
         source=str(folder),

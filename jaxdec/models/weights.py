@@ -1,7 +1,8 @@
 """From tensors with published names to a decoder's arrays, and back.
 
-Loaders give every checkpoint in the Hugging Face names and ``[out, in]`` shapes; here
-the projections that read one input are joined and laid out for the backend.
+Loaders give every checkpoint under canonical names (`jaxdec.io.names`), matrices as
+``[out, in]``; here the projections that read one input are joined, the experts of a
+mixture are stacked, and all are laid out for the backend.
 """
 
 from collections.abc import Mapping
@@ -15,10 +16,10 @@ from jaxdec.types import Params
 
 
 class TensorReader:
-    """Turns published tensors into arrays on the default device.
+    """Turns tensors into arrays on the default device.
 
     Args:
-        tensors: by published name; matrices as ``[out, in]``.
+        tensors: by canonical name; gains of norms as they multiply.
         dtype: of matrices and embeddings; norms and biases stay float32.
     """
 
@@ -31,12 +32,19 @@ class TensorReader:
         parts = [np.asarray(self._tensors[name]) for name in names]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=0)
 
+    @staticmethod
+    def _array(value, kind):
+        return jnp.asarray(np.ascontiguousarray(value).astype(kind))
+
+    def _vector(self, names):
+        return self._array(self._get(names), np.float32)
+
     def array(self, name: str):
         """A tensor as it is, in the dtype of the weights."""
         return self._array(self._get([name]), self._dtype)
 
     def linear(self, *names: str, bias: bool = False) -> Params:
-        """Matrices that read one input, one below the other, as a `Linear`."""
+        """A linear layer; several names are joined, for they read one input."""
         weight = self._get([f"{name}.weight" for name in names])
         weight = weight if self._out_first else weight.T
         tree = {"weight": self._array(weight, self._dtype)}
@@ -45,18 +53,19 @@ class TensorReader:
         return tree
 
     def norm(self, name: str, *, bias: bool = False) -> Params:
-        """The gains of a `Norm`, and its bias."""
+        """A norm; with `bias`, a LayerNorm."""
         tree = {"scale": self._vector([f"{name}.weight"])}
         if bias:
             tree["bias"] = self._vector([f"{name}.bias"])
         return tree
 
-    def _vector(self, names):
-        return self._array(self._get(names), np.float32)
-
-    @staticmethod
-    def _array(value, kind):
-        return jnp.asarray(np.ascontiguousarray(value).astype(kind))
+    def experts(self, *names: list[str]):
+        """Matrices of all experts; `names` has the joined ones of each."""
+        parts = [self._get([f"{name}.weight" for name in group]) for group in names]
+        stacked = np.stack(parts)
+        if not self._out_first:
+            stacked = stacked.swapaxes(1, 2)
+        return self._array(stacked, self._dtype)
 
 
 def params_from_tensors(
@@ -66,72 +75,99 @@ def params_from_tensors(
 
     Args:
         config: the architecture; the tensors must fit it (the loader has checked).
-        tensors: by published name; norm gains as stored in Hugging Face files.
+        tensors: by canonical name; gains of norms as they multiply.
         dtype: of matrices and embeddings; norms and biases stay float32.
     """
     read = TensorReader(tensors, dtype)
-    layers = {
-        i: block_params(config, i, f"model.layers.{i}", read)
-        for i in range(config.num_layers)
-    }
-    params = {
-        "embedding": read.array("model.embed_tokens.weight"),
-        "layers": layers,
-        "norm": read.norm("model.norm", bias=config.norm == "layer"),
-    }
+    layers = range(config.num_layers)
+    if config.learned_positions:
+        params = {
+            "embedding": read.array("wte.weight"),
+            "positions": read.array("wpe.weight"),
+            "layers": {i: _gpt2(config, i, read) for i in layers},
+            "norm": read.norm("ln_f", bias=True),
+        }
+    else:
+        params = {
+            "embedding": read.array("model.embed_tokens.weight"),
+            "layers": {
+                i: block_params(config, i, f"model.layers.{i}", read) for i in layers
+            },
+            "norm": read.norm("model.norm"),
+        }
     if not config.tie_embeddings:
         params["head"] = {"weight": read.array("lm_head.weight")}
     return params
 
 
+def _gpt2(config: ModelConfig, layer: int, read: TensorReader) -> dict:
+    prefix = f"h.{layer}"
+    return {
+        "attention": {
+            "qkv": read.linear(f"{prefix}.attn.c_attn", bias=config.qkv_bias),
+            "out": read.linear(f"{prefix}.attn.c_proj", bias=config.output_bias),
+        },
+        "mlp": {
+            "up": read.linear(f"{prefix}.mlp.c_fc", bias=config.mlp_bias),
+            "down": read.linear(f"{prefix}.mlp.c_proj", bias=config.mlp_bias),
+        },
+        "attention_norm": read.norm(f"{prefix}.ln_1", bias=True),
+        "mlp_norm": read.norm(f"{prefix}.ln_2", bias=True),
+    }
+
+
 def block_params(
-    config: ModelConfig, index: int, prefix: str, read: TensorReader
+    config: ModelConfig, layer: int, prefix: str, read: TensorReader
 ) -> Params:
-    """The arrays of layer `index`, from tensors whose names start with `prefix`."""
+    """The arrays of one layer of Llama's descendants, under names with `prefix`."""
     attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"] if config.gated_mlp else []
-
-    def norm(name):
-        return read.norm(f"{prefix}.{name}", bias=config.norm == "layer")
-
+    linear, norm = read.linear, read.norm
     tree = {
         "attention": {
-            "qkv": read.linear(
+            "qkv": linear(
                 f"{attn}.q_proj",
                 f"{attn}.k_proj",
                 f"{attn}.v_proj",
                 bias=config.qkv_bias,
             ),
-            "out": read.linear(f"{attn}.o_proj", bias=config.output_bias),
+            "out": linear(f"{attn}.o_proj", bias=config.output_bias),
         },
-        "mlp": {
-            "up": read.linear(*(up or [f"{mlp}.up_proj"]), bias=config.mlp_bias),
-            "down": read.linear(f"{mlp}.down_proj", bias=config.mlp_bias),
-        },
-        "attention_norm": norm("input_layernorm"),
+        "attention_norm": norm(f"{prefix}.input_layernorm"),
     }
-    if config.attention_gate:
-        tree["attention"]["gate"] = read.linear(f"{attn}.gate", bias=config.qkv_bias)
-    if config.qk_norm:
-        tree["attention"]["query_norm"] = read.norm(f"{attn}.q_norm")
-        tree["attention"]["key_norm"] = read.norm(f"{attn}.k_norm")
-    if config.sandwich_norms:
-        tree["attention_out_norm"] = norm("post_attention_layernorm")
-        tree["mlp_norm"] = norm("pre_feedforward_layernorm")
-        tree["mlp_out_norm"] = norm("post_feedforward_layernorm")
+    if config.moe is not None and layer in config.moe.layers:
+        blocks = [f"{mlp}.experts.{e}" for e in range(config.moe.num_experts)]
+        tree["mlp"] = {
+            "router": linear(f"{mlp}.gate"),
+            "up": read.experts(*([f"{b}.gate_proj", f"{b}.up_proj"] for b in blocks)),
+            "down": read.experts(*([f"{b}.down_proj"] for b in blocks)),
+        }
     else:
-        tree["mlp_norm"] = norm("post_attention_layernorm")
+        tree["mlp"] = {
+            "up": linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=config.mlp_bias),
+            "down": linear(f"{mlp}.down_proj", bias=config.mlp_bias),
+        }
+    if config.attention_gate:
+        tree["attention"]["gate"] = linear(f"{attn}.gate", bias=config.qkv_bias)
+    if config.qk_norm:
+        tree["attention"]["query_norm"] = norm(f"{attn}.q_norm")
+        tree["attention"]["key_norm"] = norm(f"{attn}.k_norm")
+    if config.sandwich_norms:
+        tree["attention_out_norm"] = norm(f"{prefix}.post_attention_layernorm")
+        tree["mlp_norm"] = norm(f"{prefix}.pre_feedforward_layernorm")
+        tree["mlp_out_norm"] = norm(f"{prefix}.post_feedforward_layernorm")
+    else:
+        tree["mlp_norm"] = norm(f"{prefix}.post_attention_layernorm")
     return tree
 
 
 def block_shapes(
-    config: ModelConfig, index: int, prefix: str
+    config: ModelConfig, layer: int, prefix: str
 ) -> dict[str, tuple[int, ...]]:
     """The name and shape of every tensor that `block_params` reads."""
     width = config.hidden_size
     query = config.num_heads * config.head_dim
     key = config.num_kv_heads * config.head_dim
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     shapes: dict[str, tuple[int, ...]] = {}
 
     def linear(name, rows, columns, bias=False):
@@ -144,17 +180,17 @@ def block_shapes(
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     for norm in norms:
         shapes[f"{prefix}.{norm}.weight"] = (width,)
-    linear(f"{attention}.q_proj", query, width, config.qkv_bias)
-    linear(f"{attention}.k_proj", key, width, config.qkv_bias)
-    linear(f"{attention}.v_proj", key, width, config.qkv_bias)
-    linear(f"{attention}.o_proj", width, query, config.output_bias)
+    linear(f"{attn}.q_proj", query, width, config.qkv_bias)
+    linear(f"{attn}.k_proj", key, width, config.qkv_bias)
+    linear(f"{attn}.v_proj", key, width, config.qkv_bias)
+    linear(f"{attn}.o_proj", width, query, config.output_bias)
     if config.attention_gate:
-        linear(f"{attention}.gate", query, width, config.qkv_bias)
+        linear(f"{attn}.gate", query, width, config.qkv_bias)
     if config.qk_norm:
-        shapes[f"{attention}.q_norm.weight"] = (config.head_dim,)
-        shapes[f"{attention}.k_norm.weight"] = (config.head_dim,)
+        shapes[f"{attn}.q_norm.weight"] = (config.head_dim,)
+        shapes[f"{attn}.k_norm.weight"] = (config.head_dim,)
     moe = config.moe
-    if moe is not None and index in moe.layers:
+    if moe is not None and layer in moe.layers:
         linear(f"{mlp}.gate", moe.num_experts, width)
         blocks = [f"{mlp}.experts.{e}" for e in range(moe.num_experts)]
         rows = moe.intermediate_size

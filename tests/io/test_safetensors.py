@@ -15,9 +15,9 @@ from jaxdec.io.cache import load_checkpoint
 from jaxdec.io.checkpoint import (
     CheckpointError,
     check_finite,
-    check_tensors,
     expected_tensors,
 )
+from jaxdec.io.names import check_tensors
 from jaxdec.io.safetensors import load_folder, open_tensors
 
 
