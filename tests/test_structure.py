@@ -180,7 +180,7 @@ def test_drafters_know_neither_engine_nor_rule_nor_each_other(name):
     imported = imports_of(NAMES[name])
     assert not imported & {"decoding", "acceptance"}
     others = {n for n in imported if n.startswith("drafters/")}
-    assert others <= ({"drafters/dflash"} if name == "drafters/dspark" else set())
+    assert others <= {"drafters/recurrent"}, "only what several of them are made of"
 
 
 def test_models_know_no_drafter_and_the_engine_knows_only_none():
