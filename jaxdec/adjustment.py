@@ -37,6 +37,15 @@ class Nodes:
     is_chain: bool = struct.field(pytree_node=False, default=False)
     """Whether no two scored nodes have the same depth."""
 
+    def first(self, num: int) -> "Nodes":
+        """The first `num` nodes alone; parents precede children, so they are whole."""
+        return Nodes(
+            tokens=self.tokens[:, :num],
+            ancestors=self.ancestors[:, :num, :num],
+            depth=self.depth[:, :num],
+            is_chain=self.is_chain,
+        )
+
 
 def chain_nodes(
     tokens: Int[Array, "B N"], node: Int[Array, ""] | int | None = None

@@ -24,8 +24,10 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be used; the message says why, and what to do."""
 
 
-class LazyTensors(Mapping[str, np.ndarray]):
+class LazyTensors(Mapping):
     """Tensors that are read when asked for; their shapes are known before.
+
+    A plain `Mapping`: to check the type of its values would be to read them.
 
     Args:
         shapes: The shape of every tensor.
@@ -141,7 +143,7 @@ def _gpt2(config: ModelConfig, linear: Callable, shapes: dict) -> None:
     shapes |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
 
 
-def shapes_of(tensors: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+def shapes_of(tensors: Mapping) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor, without reading tensors that are lazy."""
     if isinstance(tensors, LazyTensors):
         return tensors.shapes

@@ -117,9 +117,8 @@ def config_from_gguf(
                     f"{name} differs between layers ({value}), which is not supported."
                 )
             values[name] = value[0]
-    config = config_from_hf(
-        values | _OWN_VALUES.get(arch, _rotary)(settings, values, shapes)
-    )
+    own = _OWN_VALUES.get(arch, _rotary)(settings, values, shapes)
+    config = config_from_hf(values | own)
     if arch not in ("qwen2", "gpt2"):
         # In those two, biases are part of the architecture.
         config = dataclasses.replace(
@@ -203,7 +202,7 @@ def _gemma3(settings, values, shapes) -> dict[str, Any]:
     )
     pattern = values.get("sliding_window_pattern")
     if isinstance(pattern, list):
-        found["sliding_window_pattern"] = None
+        del values["sliding_window_pattern"]
         found["layer_types"] = [
             "sliding_attention" if slides else "full_attention"
             for slides in pattern[: values["num_hidden_layers"]]

@@ -14,8 +14,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from jaxdec.io.checkpoint import (
     CheckpointError,
     LazyTensors,
@@ -168,7 +166,7 @@ def split_tensors(
     return tensors.select(expected_tensors(config)), tensors.select(extra)
 
 
-def check_tensors(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> None:
+def check_tensors(config: ModelConfig, tensors: Mapping) -> None:
     """Compares a whole checkpoint with what its configuration needs.
 
     Args:

@@ -129,7 +129,10 @@ class Mixture(nnx.Module):
         act = ACTIVATIONS[self.activation]
 
         def of_expert(weights, expert):
-            return jax.lax.dynamic_index_in_dim(weights[...], expert, keepdims=False)
+            # XLA on CPU slices bfloat16 as float32, and would convert all experts once
+            # before the loop: with the barrier it converts the slice.
+            every, expert = jax.lax.optimization_barrier((weights[...], expert))
+            return jax.lax.dynamic_index_in_dim(every, expert, keepdims=False)
 
         def expert_fn(rows, expert):
             y = matmul(rows, of_expert(self.up, expert), out_first=self.out_first)
