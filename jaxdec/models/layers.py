@@ -129,7 +129,10 @@ class Mixture(nnx.Module):
         act = ACTIVATIONS[self.activation]
 
         def of_expert(weights, expert):
-            return jax.lax.dynamic_index_in_dim(weights[...], expert, keepdims=False)
+            # XLA on CPU slices bfloat16 as float32, and would convert all experts once
+            # before the loop: with the barrier it converts the slice.
+            every, expert = jax.lax.optimization_barrier((weights[...], expert))
+            return jax.lax.dynamic_index_in_dim(every, expert, keepdims=False)
 
         def expert_fn(rows, expert):
             y = matmul(rows, of_expert(self.up, expert), out_first=self.out_first)
@@ -169,6 +172,9 @@ class Attention(nnx.Module):
         self.out = Linear(
             heads * width, config.hidden_size, bias=config.output_bias, **kw
         )
+        gate = dict(bias=config.qkv_bias, **kw)
+        has_gate = config.attention_gate
+        self.gate = Linear(num_in, heads * width, **gate) if has_gate else None
         self.query_norm = Norm(width, eps=config.norm_eps) if config.qk_norm else None
         self.key_norm = Norm(width, eps=config.norm_eps) if config.qk_norm else None
 
@@ -204,7 +210,14 @@ class Attention(nnx.Module):
             scale=self.scale,
             window=self.window,
         )
-        return self.out(y.reshape(*x.shape[:2], -1)), keys, values
+        return self.finish(x, y), keys, values
+
+    def finish(self, x, attended):
+        """The output projection, after the gate (if there is one)."""
+        y = attended.reshape(*x.shape[:2], -1)
+        if self.gate is not None:
+            y = y * jax.nn.sigmoid(self.gate(x))
+        return self.out(y)
 
     def read(self, x, cos_sin, cached, length, position, held: "Held"):
         """Attends a cache and the entries held beside it; the cache stays as it is.
@@ -234,7 +247,7 @@ class Attention(nnx.Module):
             scale=self.scale,
             window=self.window,
         )
-        return self.out(y.reshape(*x.shape[:2], -1)), (keys, values)
+        return self.finish(x, y), (keys, values)
 
 
 class Held(NamedTuple):
