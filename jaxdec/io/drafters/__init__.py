@@ -1,0 +1,1 @@
+"""Published drafters, one file per family: what they are, and their tensors."""
