@@ -48,6 +48,7 @@ __all__ = [
     "Vocabulary",
     "adjust",
     "chain_nodes",
+    "draft_draw",
     "draft_nodes",
     "draft_sample",
     "first_max",
@@ -215,8 +216,22 @@ def draft_sample(
         Tokens of the target's vocabulary; and, if not coupled, the very distribution
         they were drawn from, over the logits' own (`spread` widens it).
     """
-    sampling = sequences.sampling
     adjusted = adjust_among(sequences, nodes, logits, processor, vocabulary)
+    return draft_draw(
+        sequences, nodes, adjusted, coupled=coupled, vocabulary=vocabulary
+    )
+
+
+def draft_draw(
+    sequences: Sequences,
+    nodes: Nodes,
+    adjusted: Float[Array, "B T V"],
+    *,
+    coupled: bool,
+    vocabulary: Vocabulary | None = None,
+) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
+    """`draft_sample` for logits that are adjusted already, or that need not be."""
+    sampling = sequences.sampling
     greedy, peak = first_max(adjusted)
     vocab_size = adjusted.shape[-1]
     is_sampled = _is_sampled(sampling)[:, None]

@@ -167,14 +167,14 @@ def draw_apart(
     Where a request has penalties, or a processor, what stands before a place matters
     after all: then they are drawn from left to right.
     """
-    options = dict(coupled=coupled, processor=processor, vocabulary=vocabulary)
+    options = dict(coupled=coupled, vocabulary=vocabulary)
 
     def in_order():
-        return draw_in_order(sequences, logits, **options)
+        return draw_in_order(sequences, logits, processor=processor, **options)
 
     def at_once():
         nodes = sampling.chain_nodes(jnp.zeros(logits.shape[:2], jnp.int32))
-        tokens, log_probs = sampling.draft_sample(sequences, nodes, logits, **options)
+        tokens, log_probs = sampling.draft_draw(sequences, nodes, logits, **options)
         if log_probs is not None:
             log_probs = sampling.spread(log_probs, vocabulary)
         return tokens, log_probs

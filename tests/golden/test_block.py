@@ -12,13 +12,13 @@ from reading import read_prompts
 from safetensors.numpy import load_file
 
 import jaxdec
-from jaxdec import decoding, draft_length, sampling
+from jaxdec import draft_length, sampling
 from jaxdec.drafters.dspark import block_drafter, markov_start
 from jaxdec.io.drafters.block import read_block, recognise
 from jaxdec.models.block import make_block_net
 from jaxdec.models.block_weights import block_params_from_tensors, share_with_target
 from jaxdec.models.decoder import make_model
-from jaxdec.types import Commit, Sequences, StrategyParams
+from jaxdec.types import Commit, Sequences
 
 CAPACITY = 256
 ROWS = 32
@@ -125,9 +125,7 @@ def test_rounds(case):
         s = int(e["s"][0])
         num = s - start
         assert committed[s] == e["root"][0]
-        case.close(
-            f"r{r}.new_features", features[start:s], e["new_features"], "hidden"
-        )
+        case.close(f"r{r}.new_features", features[start:s], e["new_features"], "hidden")
         tokens = np.zeros((1, ROWS + 1), np.int32)
         tokens[0, : num + 1] = committed[start : s + 1]
         rows = np.full((1, ROWS, e["new_features"].shape[1]), np.nan, np.float32)
@@ -172,32 +170,28 @@ def test_end_to_end(case):
     if threshold is not None:
         rule = draft_length.threshold(threshold, on="slot")
         drafter = draft_length.limited(drafter, rule)
-    strategy = decoding.speculative(
+    built = toy.compiled(
         make_model(lm.config, taps=drafter.taps),
         drafter,
-        capacity=CAPACITY,
-        prefill_chunk=16,
+        target=lm.params,
+        own=params.own,
+        shared=params.shared,
     )
-    programs = decoding.jit_programs(strategy, 64)
     prompts = [expected["prompt_0"], expected["prompt_1"]]
     most, longest = case.facts["max_new_tokens"], drafter.max_length
     request = toy.make_request(
         [p.tolist() for p in prompts], max_new=most + longest + 1, max_draft=99
     )
-    arrays = StrategyParams(target=lm.params, drafter=params)
     # The originals sample the first token from the prompt's own forward.
     first = request.replace(max_draft_length=jnp.zeros((2,), jnp.int32))
-    state = programs.prefill(arrays, first)
-    state, _, _ = programs.generate(arrays, state, jnp.int32(1))
+    state, _, _ = toy.run(built, first, steps=1)
     after = state.sequences.replace(max_draft_length=request.max_draft_length)
-    state, info, _ = programs.generate(
-        arrays, state.replace(sequences=after), jnp.int32(64)
+    state, info, _ = built.generate(
+        built.params, state.replace(sequences=after), jnp.int32(toy.SLOTS)
     )
     for row in range(2):
         output = expected[f"output_{row}"]
-        case.equal(
-            f"output_{row}", state.sequences.tokens[row, : len(output)], output
-        )
+        case.equal(f"output_{row}", state.sequences.tokens[row, : len(output)], output)
         want, offered = expected[f"accepted_{row}"], expected[f"proposed_{row}"]
         # Up to the round that crosses the limit; the first token came before.
         rounds = int(np.sum(1 + np.cumsum(want + 1) < most)) + 1
