@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from jaxdec.drafters.dspark import block_drafter
 from jaxdec.drafters.eagle import eagle, recurrent_net
 from jaxdec.drafters.mtp import mtp
 from jaxdec.drafters.mtp import recurrent_net as mtp_recurrent_net
 from jaxdec.drafters.recurrent_tree import recurrent_tree
-from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.mtp import read_native
 from jaxdec.io.drafters.read import open_drafter, read_drafter
@@ -228,21 +228,54 @@ def native_drafter(lm: Any, found: Any, **overrides: Any) -> LoadedDrafter | Non
 def from_checkpoint(
     checkpoint: DrafterCheckpoint, lm: Any, name: str, content_hash: str
 ) -> LoadedDrafter:
-    """Puts a drafter's own tensors on the device, in the target's dtype.
-
-    Raises:
-        CheckpointError: its vocabulary is not that of the target's tokenizer.
-    """
-    make = _PARAMS.get(checkpoint.family)
-    if make is None:
-        raise CheckpointError(f"drafter family {checkpoint.family!r} is unknown")
+    """Puts a drafter's own tensors on the device, in the target's dtype."""
+    make = _PARAMS[checkpoint.family]
+    own = make(checkpoint.config, checkpoint.tensors, lm.dtype)
+    config, own = _share(checkpoint.config, own, lm.params)
     return LoadedDrafter(
         family=checkpoint.family,
-        config=checkpoint.config,
-        own=make(checkpoint.config, checkpoint.tensors, lm.dtype),
+        config=config,
+        own=own,
         name=name,
         format=checkpoint.format,
         facts=checkpoint.facts,
         dtype=lm.dtype,
         content_hash=content_hash,
     )
+
+
+def _share(config: Any, own: Params, target: Params) -> tuple[Any, Params]:
+    """Drops what is the very same in the target, and takes the rows that lack.
+
+    Files often hold copies of the target's embedding and head. A drafter with a
+    vocabulary of its own and no head reads the target's rows for its tokens.
+    """
+    own = dict(own)
+    embedding = target["embedding"]
+    head = target["head"]["weight"] if "head" in target else embedding
+    if "embedding" in own and _is_copy(own["embedding"], embedding):
+        del own["embedding"]
+    ids = _token_ids(own)
+    if "head" in own:
+        is_bare = not isinstance(own["head"], dict)
+        if _is_copy(own["head"] if is_bare else own["head"]["weight"], head):
+            del own["head"]
+    elif ids is not None:
+        rows = jnp.take(head, ids, axis=0)
+        own["head"] = {"weight": rows} if "token_ids" in own else rows
+    config = dataclasses.replace(
+        config, own_embedding="embedding" in own, own_head="head" in own
+    )
+    return config, own
+
+
+def _token_ids(own: Params) -> jax.Array | None:
+    """The target's ids of a drafter's own vocabulary, where it has one."""
+    if "token_ids" in own:
+        return own["token_ids"]
+    return own["vocabulary"]["target_ids"] if "vocabulary" in own else None
+
+
+def _is_copy(x: jax.Array, y: jax.Array) -> bool:
+    is_alike = x.shape == y.shape and x.dtype == y.dtype
+    return is_alike and bool(jnp.array_equal(x, y))

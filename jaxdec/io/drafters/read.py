@@ -8,13 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxdec.io.checkpoint import CheckpointError
+from jaxdec.io.checkpoint import CheckpointError, LazyTensors, shapes_of
 from jaxdec.io.drafters import block, eagle, mtp
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.hub import resolve
-from jaxdec.io.safetensors import folder_hash, open_stored, read_json
+from jaxdec.io.safetensors import (
+    folder_hash,
+    open_stored,
+    open_tensors,
+    read_json,
+)
 from jaxdec.io.storage import Progress
-from jaxdec.io.torch_files import open_torch_file
 from jaxdec.models.config import ModelConfig
 
 _FORMATS = ("F32", "F16", "BF16", "F64", "I64", "I32", "BOOL", "U8")
@@ -34,8 +38,7 @@ class StoredDrafter:
     values: Mapping[str, Any]
     """``config.json``."""
     tensors: Mapping[str, np.ndarray]
-    """By the names in the file."""
-    shapes: Mapping[str, tuple[int, ...]]
+    """By the names in the file; of MTP modules, by canonical names."""
     family: str
     format: str
     """Who writes such files, in words."""
@@ -61,33 +64,37 @@ def open_drafter(name: str | Path, progress: Progress | None = None) -> StoredDr
         )
     values = read_json(folder / "config.json")
     if (folder / _PICKLED).exists() and not list(folder.glob("*.safetensors*")):
+        from jaxdec.io.torch_files import open_torch_file
+
         tensors = open_torch_file(folder / _PICKLED)
-        shapes = {k: tuple(x.shape) for k, x in tensors.items()}
         content = (folder / _PICKLED).read_bytes()
         digest = hashlib.sha256((folder / "config.json").read_bytes() + content)
         content_hash = digest.hexdigest()
     else:
         tensors = open_stored(folder, _FORMATS)
-        shapes, content_hash = tensors.shapes, folder_hash(folder)
-    found = [
-        (family, kind)
-        for family, (recognise, _) in _READERS.items()
-        if (kind := recognise(values, shapes)) is not None
-    ]
+        content_hash = folder_hash(folder)
+    found = []
+    for family, (recognise, _) in _READERS.items():
+        view = tensors
+        if family == "mtp" and isinstance(tensors, LazyTensors):
+            # Modules lie among a model's tensors, and go by that model's names.
+            view = open_tensors(folder)
+        kind = recognise(values, shapes_of(view))
+        if kind is not None:
+            found.append((family, kind, view))
     if not found:
         raise CheckpointError(
             f"{folder} is no drafter of a known format: model_type is "
             f"{values.get('model_type')!r}, architectures "
             f"{values.get('architectures')!r}, and its tensors begin with "
-            f"{', '.join(list(shapes)[:3])}. Known are EAGLE-1/2/3, P-EAGLE, DFlash, "
+            f"{', '.join(list(tensors)[:3])}. Known are EAGLE-1/2/3, P-EAGLE, DFlash, "
             "DSpark and MTP as SafeAILab, z-lab, DeepSpec and speculators write them; "
             "a whole language model drafts with jaxdec.draft_model."
         )
-    family, kind = found[0]
+    family, kind, tensors = found[0]
     return StoredDrafter(
         values=values,
         tensors=tensors,
-        shapes=shapes,
         family=family,
         format=kind,
         source=str(name),
