@@ -137,12 +137,11 @@ def test_calibration_error():
     # With one bin for all, errors of opposite sign cancel.
     error = statistics.calibration_error(confidence, judged, accepted, num_bins=1)
     assert error == pytest.approx(abs(0.9 + 0.92 + 0.45 + 0.46 + 0.12 - 3) / 5)
-    sure = np.ones((2, 3))
-    assert statistics.calibration_error(sure, np.array([3, 2]), np.array([3, 2])) == 0
-    assert statistics.calibration_error(sure, np.array([3, 2]), np.array([0, 0])) == 1
-    assert (
-        statistics.calibration_error(sure, np.array([0, 0]), np.array([0, 0])) is None
-    )
+    sure, none = np.ones((2, 3)), np.zeros(2, int)
+    judged = np.array([3, 2])
+    assert statistics.calibration_error(sure, judged, judged) == 0
+    assert statistics.calibration_error(sure, judged, none) == 1
+    assert statistics.calibration_error(sure, none, none) is None
 
 
 def test_calibration_error_vanishes_where_confidence_is_right():
