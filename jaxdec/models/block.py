@@ -335,7 +335,7 @@ def make_block_net(
         batch, num = anchor.shape
         size, total = config.block_size, features.shape[1]
         steps = jnp.arange(size, dtype=jnp.int32)
-        rows = (position[:, :, None] + steps).reshape(batch, num * size)
+        rows = (position[:, :, None] + steps[None, None]).reshape(batch, num * size)
         begin = jnp.repeat(position, size, axis=1)
         slot = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), (batch, total))
         context = network.context(network.fuse(features), slot)

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import toy
 from block_toys import TABLE_CONFIG, many, table_target, table_weights
+from helpers_sampling import make_sequences
 from test_contract import DRAFT, TARGET
 
 from jaxdec import acceptance, draft_length, sampling
 from jaxdec.drafters.dflash import BlockState, dflash
 from jaxdec.drafters.dspark import dspark
 from jaxdec.models.block import make_block_net
-from jaxdec.types import DrafterParams, Sequences
+from jaxdec.types import DrafterParams
 
 NUM_ROWS = 12_000
 CONFIDENCE = (2.0, -1.0, 0.3)
@@ -97,40 +98,26 @@ def test_oracle_is_fully_accepted(rule, temperature):
 # ---- Proposals alone -----------------------------------------------------------------
 
 
-def sequences(num: int, temperature: float, last: int = 0) -> Sequences:
+def sequences(num: int, temperature: float):
     """Rows that have said three tokens, each with a key of its own."""
-    rows = many(request(max_new=9, temperature=temperature), num)
-    tokens = jnp.tile(jnp.asarray([[1, 2, last, 0, 0, 0, 0, 0]], jnp.int32), (num, 1))
-    length = jnp.full((num,), 3, jnp.int32)
-    return Sequences(
-        tokens=tokens,
-        length=length,
-        prompt_length=length,
-        limit=length + 5,
-        finish=jnp.zeros_like(length),
-        max_draft_length=length,
-        stop_tokens=rows.stop_tokens,
-        num_stop_tokens=rows.num_stop_tokens,
-        key=rows.key,
-        sampling=rows.sampling,
-    )
+    keys = jax.random.split(jax.random.key(2024), num)
+    return make_sequences([[1, 2, 0]] * num, 3, keys=keys, temperature=temperature)
 
 
-def proposals(net, own, rows, *drafters):
-    """What drafters propose for many rows, behind a context of two tokens."""
-    num = rows.length.shape[0]
-    cache = net.init_cache(1, 8)
-    cache = cache.replace(
-        keys=tuple(jnp.repeat(x, num, axis=0) for x in cache.keys),
-        values=tuple(jnp.repeat(x, num, axis=0) for x in cache.values),
-        length=jnp.full((num,), 2, jnp.int32),
-    )
+@functools.cache
+def propose_all(*drafters):
+    """What each of several drafters proposes, in one program."""
 
     def propose(params, state, rows):
         return [drafter.propose(params, state, rows)[1] for drafter in drafters]
 
-    propose = jax.jit(propose, compiler_options=toy.FAST)
-    return propose(params_of(own), BlockState(cache=cache), rows)
+    return jax.jit(propose, compiler_options=toy.FAST)
+
+
+def behind_two_tokens(net, num: int) -> BlockState:
+    cache = net.init_cache(1, 8)
+    cache = jax.tree.map(lambda x: jnp.repeat(x, num, axis=0), cache)
+    return BlockState(cache=cache.replace(length=jnp.full((num,), 2, jnp.int32)))
 
 
 def test_the_markov_head_draws_from_the_law_it_returns():
@@ -138,7 +125,8 @@ def test_the_markov_head_draws_from_the_law_it_returns():
     net = make_block_net(TABLE_CONFIG)
     own = table_weights(DRAFT, CONFIDENCE)
     rows = sequences(NUM_ROWS, 0.8)
-    (draft,) = proposals(net, own, rows, dspark(net, coupled=False))
+    program = propose_all(dspark(net, coupled=False))
+    (draft,) = program(params_of(own), behind_two_tokens(net, NUM_ROWS), rows)
     tokens, q = np.asarray(draft.tokens), np.exp(np.asarray(draft.log_probs))
     law = np.exp(DRAFT.astype(np.float64) / 0.8)
     law = law / law.sum(axis=1, keepdims=True)
@@ -154,52 +142,69 @@ def test_the_markov_head_draws_from_the_law_it_returns():
     np.testing.assert_allclose(draft.confidence, 1 / (1 + np.exp(-odds)), atol=1e-6)
 
 
+PEAKED = 2.5 * TARGET
+PEAKED_LAW = np.exp(PEAKED.astype(np.float64))
+PEAKED_LAW /= PEAKED_LAW.sum(axis=1, keepdims=True)
+MARGINALS = [PEAKED_LAW[0] @ np.linalg.matrix_power(PEAKED_LAW, k) for k in range(3)]
+FLAT_ROWS = 2_000
+
+
+@functools.cache
+def flat_drafters():
+    """A DFlash that knows every place's marginal, drafting in three ways."""
+    config = block_toys.block_config(
+        block_toys.TABLE_LAYERS,
+        taps=(0,),
+        block_size=3,
+        sample_from_anchor=True,
+        mask_token=2,
+        **block_toys.OWN,
+    )
+    net = make_block_net(config)
+    fixed = jnp.asarray(np.log(MARGINALS), jnp.float32)
+    net = net._replace(
+        logits=lambda params, hidden: jnp.broadcast_to(fixed, (*hidden.shape[:2], 3))
+    )
+    program = propose_all(
+        dflash(net, greedy=True), dflash(net, coupled=False), dflash(net)
+    )
+    own = table_weights(PEAKED)
+    del own["markov"], own["confidence"]
+    state = behind_two_tokens(net, FLAT_ROWS)
+    return lambda rows: program(params_of(own), state, rows)
+
+
 def test_drafts_at_a_temperature_agree_where_they_can():
     """B06: places that know nothing of each other, on a peaked target.
 
-    Drafting the likeliest tokens beats sampling each place on its own, and sharing the
-    target's noise beats both where the marginals are right. All three are lossless.
+    Drafting the likeliest tokens (as z-lab does) beats sampling each place on its own,
+    and so does sharing the target's noise. All three are lossless.
     """
-    peaked = 2.5 * TARGET
-    rows = sequences(2_000, 1.0)
+    rows = sequences(FLAT_ROWS, 1.0)
     position = rows.length[:, None] + jnp.arange(3, dtype=jnp.int32)[None]
     noise = np.asarray(sampling.gumbel(rows.key, position, 3))
-    said = np.zeros((2_000, 4), int)
+    said = np.zeros((FLAT_ROWS, 4), int)
     for k in range(3):
-        said[:, k + 1] = np.argmax(peaked[said[:, k]] + noise[:, k], axis=-1)
-    law = np.exp(peaked.astype(np.float64))
-    law = law / law.sum(axis=1, keepdims=True)
-    marginals = [law[0], law[0] @ law, law[0] @ law @ law]
-    flat = make_block_net(
-        block_toys.block_config(
-            block_toys.TABLE_LAYERS,
-            taps=(0,),
-            block_size=3,
-            sample_from_anchor=True,
-            mask_token=2,
-            **block_toys.OWN,
-        )
-    )
-    fixed = jnp.asarray(np.log(marginals), jnp.float32)
-    flat = flat._replace(
-        logits=lambda params, hidden: jnp.broadcast_to(fixed, (*hidden.shape[:2], 3))
-    )
-    own = {k: v for k, v in table_weights(peaked).items() if k not in HEADS}
-    drafters = (
-        dflash(flat, greedy=True),
-        dflash(flat, coupled=False),
-        dflash(flat),
-    )
+        said[:, k + 1] = np.argmax(PEAKED[said[:, k]] + noise[:, k], axis=-1)
     accepted = []
-    for draft in proposals(flat, own, rows, *drafters):
+    for draft in flat_drafters()(rows):
         equal = np.asarray(draft.tokens) == said[:, 1:]
         accepted.append(np.cumprod(equal, axis=1).sum(axis=1).mean())
     greedy, apart, shared = accepted
     assert greedy > apart + 0.1 and shared > apart + 0.1
-    # As released by z-lab, and what that is worth: p of the likeliest tokens.
-    best = [np.argmax(m) for m in marginals]
-    likely = law[0, best[0]] * (1 + law[best[0], best[1]] * (1 + law[best[1], best[2]]))
-    assert abs(greedy - likely) < 0.1
+    # The likeliest tokens are accepted as often as the target says them.
+    a, b, c = (np.argmax(m) for m in MARGINALS)
+    worth = PEAKED_LAW[0, a] * (1 + PEAKED_LAW[a, b] * (1 + PEAKED_LAW[b, c]))
+    assert abs(greedy - worth) < 0.1
 
 
-HEADS = ("markov", "confidence")
+def test_penalties_reach_from_place_to_place():
+    """B43: a draft that ignores the request's penalties is judged against them."""
+    rows = sequences(FLAT_ROWS, 0.0)
+    # All but the first row: a token that was drafted is not drafted again.
+    penalty = jnp.full((FLAT_ROWS,), 100.0).at[0].set(0.0)
+    params = rows.sampling.replace(presence_penalty=penalty)
+    for draft in flat_drafters()(rows.replace(sampling=params)):
+        tokens = np.asarray(draft.tokens)
+        assert tokens[0].tolist() == [np.argmax(m) for m in MARGINALS]
+        assert np.all(np.sort(tokens[1:], axis=1) == np.arange(3))

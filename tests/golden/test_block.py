@@ -8,17 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from helpers_sampling import make_sequences
 from reading import read_prompts
 from safetensors.numpy import load_file
 
 import jaxdec
-from jaxdec import draft_length, sampling
+from jaxdec import draft_length
 from jaxdec.drafters.dspark import block_drafter, markov_start
 from jaxdec.io.drafters.block import read_block, recognise
 from jaxdec.models.block import make_block_net
 from jaxdec.models.block_weights import block_params_from_tensors, share_with_target
 from jaxdec.models.decoder import make_model
-from jaxdec.types import Commit, Sequences
+from jaxdec.types import Commit
 
 CAPACITY = 256
 ROWS = 32
@@ -47,25 +48,6 @@ def load(case):
 
 def is_block(case):
     return recognise(config_of(case), {}) is not None
-
-
-def sequences_of(tokens):
-    """One request that has said these tokens, at temperature 0."""
-    buffer = np.zeros((1, CAPACITY), np.int32)
-    buffer[0, : len(tokens)] = tokens
-    one = jnp.ones((1,), jnp.int32)
-    return Sequences(
-        tokens=jnp.asarray(buffer),
-        length=one * len(tokens),
-        prompt_length=one,
-        limit=one * CAPACITY,
-        finish=one * 0,
-        max_draft_length=one * 99,
-        stop_tokens=jnp.zeros((1, 1), jnp.int32),
-        num_stop_tokens=one * 0,
-        key=jax.random.key(0)[None],
-        sampling=sampling.make_sampling_params(1),
-    )
 
 
 def one_round(net, drafter, params, state, commit, sequences):
@@ -136,7 +118,10 @@ def test_rounds(case):
             length=jnp.asarray([num], jnp.int32),
         )
         state, draft, got = program(
-            params, state, commit, sequences_of(committed[: s + 1])
+            params,
+            state,
+            commit,
+            make_sequences([committed[: s + 1]], 1, capacity=CAPACITY),
         )
         got["new_fused"] = got["new_fused"][:num]
         if "base_logits" in e and len(e["base_logits"]) < net.config.block_size:
