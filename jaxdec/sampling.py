@@ -28,7 +28,13 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxdec.adjustment import Nodes, adjust, chain_nodes, draft_nodes, needs_adjustment
 from jaxdec.sampling_params import make_sampling_params
-from jaxdec.types import Judgement, LogitsProcessor, SamplingParams, Sequences
+from jaxdec.types import (
+    Judgement,
+    LogitsProcessor,
+    SamplingParams,
+    Sequences,
+    Vocabulary,
+)
 
 __all__ = [
     "ACCEPT",
@@ -47,6 +53,7 @@ __all__ = [
     "log_probs",
     "make_sampling_params",
     "needs_adjustment",
+    "perturbed",
     "position_key",
     "token_logprobs",
 ]
@@ -223,6 +230,31 @@ def draft_sample(
     return lax.cond(
         jnp.any(is_sampled), draw, lambda: (greedy, _point_mass(greedy, vocab_size))
     )
+
+
+def perturbed(
+    sequences: Sequences,
+    nodes: Nodes,
+    adjusted: Float[Array, "B T W"],
+    vocabulary: Vocabulary | None = None,
+) -> Float[Array, "B T W"]:
+    """What a drafter that shares the target's noise takes the largest of.
+
+    Args:
+        sequences: The committed tokens, keys and sampling parameters.
+        nodes: The T nodes; or one, whose position's noise serves them all.
+        adjusted: The drafter's logits, adjusted.
+        vocabulary: Which tokens they are of; None is all.
+
+    Returns:
+        Logits after temperature plus noise; a greedy row's as they are.
+    """
+    wide = adjusted if vocabulary is None else vocabulary.draft_index
+    noise = _node_noise(sequences, nodes, wide.shape[-1], TARGET)
+    if vocabulary is not None:
+        noise = jnp.take(noise, vocabulary.target_ids, axis=-1, mode="clip")
+    drawn = noise - _distance(sequences.sampling, adjusted)
+    return jnp.where(_is_sampled(sequences.sampling)[:, None, None], drawn, adjusted)
 
 
 def log_probs(

@@ -41,7 +41,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "golden(kind, ...): runs for every golden case of these kinds"
+        "markers",
+        "golden(kind, ..., families=None): runs for every golden case of these kinds "
+        "(and families of drafters)",
     )
 
 
@@ -52,7 +54,13 @@ def pytest_generate_tests(metafunc):
         from cases import discover
 
         found = discover(metafunc.config.getoption("--golden").resolve())
-        cases = [case for case in found if case.kind in marker.args]
+        families = marker.kwargs.get("families")
+        cases = [
+            case
+            for case in found
+            if case.kind in marker.args
+            and (families is None or case.facts["family"] in families)
+        ]
         metafunc.parametrize("case", cases, ids=lambda case: case.name)
 
 

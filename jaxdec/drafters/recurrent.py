@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxdec import sampling
+from jaxdec import drafting, sampling
 from jaxdec.cache import KVCache
 from jaxdec.types import (
     Commit,
@@ -31,6 +31,7 @@ from jaxdec.types import (
     DrafterParams,
     LogitsProcessor,
     Sequences,
+    Vocabulary,
     pytree,
 )
 
@@ -66,8 +67,10 @@ class RecurrentNet(NamedTuple):
     """``(params, cache, held, start, hidden, tokens, position, held_position[B,R],
     mask[B,T,R])``: rows ``start ..`` of `held`, which attend the live cache and those
     of the R that `mask` allows."""
-    logits: Callable[[DrafterParams, Float[Array, "B T H"]], Float[Array, "B T V"]]
-    """Over the target's vocabulary: -inf for tokens that the network cannot say."""
+    logits: Callable[[DrafterParams, Float[Array, "B T H"]], Float[Array, "B T W"]]
+    """Over the network's own vocabulary."""
+    vocabulary: Callable[[DrafterParams], Vocabulary] | None = None
+    """Which W of the target's tokens those are; None says that they are all."""
 
 
 @pytree
@@ -110,6 +113,11 @@ def extend_rows(
     )
 
 
+def vocabulary_of(net: RecurrentNet, params: DrafterParams) -> Vocabulary | None:
+    """The network's own vocabulary, where it is not the target's."""
+    return None if net.vocabulary is None else net.vocabulary(params)
+
+
 def can_draft(
     net: RecurrentNet, state: RecurrentState, sequences: Sequences, depth: int
 ) -> Bool[Array, "B"]:
@@ -150,10 +158,12 @@ def chain(
             [sequences.anchor[:, None], jnp.zeros((batch, length), jnp.int32)], axis=1
         )
         held_position = first[:, None] + jnp.arange(length - 1, dtype=jnp.int32)[None]
+        vocabulary = vocabulary_of(net, params)
 
         def sample(context, hidden, node):
             nodes = sampling.chain_nodes(context, node)
-            token, log_probs = sampling.draft_sample(
+            token, log_probs = drafting.sample(
+                vocabulary,
                 sequences,
                 nodes,
                 net.logits(params, hidden[:, None]),
