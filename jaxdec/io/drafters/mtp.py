@@ -27,12 +27,8 @@ _COUNTS = (
     "num_mtp_layers",
     "nextn_predict_layers",
 )
-_OF_TRAINING = frozenset(
-    """
-    num_speculative_steps mtp_loss_step_weights mtp_loss_weight ntp_loss_weight
-    """.split()
-)
-"""Settings of FastMTP: its fine-tunes of MiMo read the target after its final norm."""
+_OF_FASTMTP = {"num_speculative_steps", "mtp_loss_step_weights", "mtp_loss_weight"}
+"""Settings of these fine-tunes of MiMo, which read the target after its final norm."""
 
 _UNSUPPORTED = {
     "self_attn.kv_a_proj_with_mqa": "its attention keeps a compressed latent (MLA)",
@@ -121,7 +117,7 @@ def read_native(
     block = full_attention_config(text) if target is None else target
     is_gguf = "block_count" in values
     choices = Choices(found.layout, overrides)
-    if found.layout.hidden_first and _OF_TRAINING & set(text):
+    if found.layout.hidden_first and _OF_FASTMTP & set(text):
         choices.default("hidden_source", "post", "a FastMTP fine-tune")
     if found.layout.shared_prefix and block.family in HYBRID and not is_gguf:
         choices.default("gains", "1+w", block.family)
@@ -154,7 +150,7 @@ def _read_speculators(values, tensors, target, overrides) -> DrafterCheckpoint:
         )
     count = fields.count("num_nextn_predict_layers", default=1)
     facts = _speculators_facts(fields.get("speculators_config", None) or {})
-    fields.finish(HARMLESS | _OF_TRAINING)
+    fields.finish(HARMLESS)
     found = find_modules((SPECULATORS,), tensors, 0)
     if found is None:
         raise CheckpointError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdec.io.checkpoint import CheckpointError, check_finite, shapes_of
+from jaxdec.io.checkpoint import CheckpointError, LazyTensors, check_finite
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.mtp_layouts import Found, Layout
 from jaxdec.models.config import ModelConfig
@@ -117,7 +117,8 @@ class ModuleReader:
         self._check_shapes(config, sources)
         read = {name: self._read(config, name, sources[name]) for name in sources}
         tables, origins = self._tables(config)
-        check_finite(read | tables)
+        # Under the names that a reader finds in the file.
+        check_finite({sources[name]: tensor for name, tensor in read.items()} | tables)
         config = dataclasses.replace(
             config,
             own_embedding="embedding.weight" in tables,
@@ -185,7 +186,6 @@ class ModuleReader:
         return sources
 
     def _check_shapes(self, config: MtpConfig, sources: Mapping[str, str]) -> None:
-        shapes = shapes_of(self.tensors)
         needed = {sources[n]: s for n, s in expected_mtp_tensors(config).items()}
         if config.block.attention_gate:
             for name, (rows, *rest) in needed.items():
@@ -195,9 +195,10 @@ class ModuleReader:
         known = set(needed)
         for source in self._table_names():
             known.add(source)
-            if source in shapes:
+            if source in self.tensors:
                 needed[source] = table
-        ours = shapes if self.is_whole else self.found.names
+        shapes = _shapes(self.tensors, needed)
+        ours = self.tensors if self.is_whole else self.found.names
         strange = [
             name
             for name in ours
@@ -284,12 +285,19 @@ class ModuleReader:
         if part == "embedding" and self.has_own_table:
             raise CheckpointError(
                 "mtp_use_dedicated_embeddings is true, but the files have no "
-                f"{self._copies(part)[0]!r}; fetch the whole release."
+                "embedding among the MTP modules; fetch the whole release."
             )
         is_theirs = self.takes_tables and (beside == name or self.needs_tables)
         if is_theirs and beside in self.tensors:
             return np.asarray(self.tensors[beside]), "the modules' own"
         return None, "the target's"
+
+
+def _shapes(tensors, names) -> dict[str, tuple[int, ...]]:
+    """The shapes of those that exist; of lazy tensors, none is read for it."""
+    if isinstance(tensors, LazyTensors):
+        return {name: tensors.shapes[name] for name in names if name in tensors}
+    return {name: tuple(tensors[name].shape) for name in names if name in tensors}
 
 
 def _equal(ours: np.ndarray, theirs: np.ndarray) -> bool:
