@@ -17,7 +17,11 @@ from jaxdec.types import Params
 
 
 def params_from_tensors(
-    config: ModelConfig, tensors: Mapping[str, np.ndarray], dtype: str = "float32"
+    config: ModelConfig,
+    tensors: Mapping[str, np.ndarray],
+    dtype: str = "float32",
+    *,
+    on_host: bool = False,
 ) -> Params:
     """The arrays of a decoder, on the default device.
 
@@ -25,6 +29,8 @@ def params_from_tensors(
         config: the architecture; the tensors must fit it (the loader has checked).
         tensors: by canonical name; gains of norms as they multiply.
         dtype: of matrices and embeddings; norms and biases stay float32.
+        on_host: return NumPy arrays, for whoever places them: a model may be too large
+            for one device.
     """
     out_first = prefers_out_first(dtype)
     weight_dtype = jnp.dtype(dtype)
@@ -34,7 +40,8 @@ def params_from_tensors(
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=0)
 
     def array(value, kind=weight_dtype):
-        return jnp.asarray(np.ascontiguousarray(value).astype(kind))
+        value = np.ascontiguousarray(value).astype(kind)
+        return value if on_host else jnp.asarray(value)
 
     def linear(*names, bias=False):
         weight = get(*(f"{name}.weight" for name in names))
