@@ -21,6 +21,7 @@ LEVELS = {
     7: (
         "lm",
         "call",
+        "concurrency",
         "strategies",
         "text",
         "detokenize",
