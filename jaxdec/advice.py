@@ -60,7 +60,8 @@ class Ranking:
     action: Literal["use", "keep", "turn_off", "not_ranked"]
     """`use` is the best one; `keep` beats greedy but is not the best."""
     reason: str
-    measured_tpot_ms: Number
+    measured_tpot_ms: Number | None
+    """None where every answer ended in its first step."""
     predicted_tpot_ms: Mapping[int, float]
     """By draft length; empty where costs or acceptance are missing."""
     best_draft_length: int | None
@@ -77,7 +78,7 @@ class Advice:
     verdict: str
     findings: tuple[Finding, ...]
     rankings: tuple[Ranking, ...]
-    """Fastest first; strategies that are not certified come last."""
+    """Fastest first; strategies that are not certified, or not timed, come last."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-valid values."""
@@ -117,6 +118,22 @@ def rank(name: str, measured: Measured, greedy_tpot_ms: Number) -> Ranking:
         predicted_tpot_ms=predicted,
         best_draft_length=best_length,
         break_even_acceptance=even,
+    )
+
+
+def unranked(name: str) -> Ranking:
+    """A strategy without a time per token: every answer ended in its first step."""
+    return Ranking(
+        strategy=name,
+        action="not_ranked",
+        reason=(
+            "every answer ended in its first step, so there is no time per token; "
+            "ask for longer answers"
+        ),
+        measured_tpot_ms=None,
+        predicted_tpot_ms={},
+        best_draft_length=None,
+        break_even_acceptance=None,
     )
 
 
@@ -302,6 +319,7 @@ def advise(
     strategies: Mapping[str, Mapping[str, Any]],
     *,
     greedy_tpot_ms: Number,
+    untimed: Sequence[str] = (),
     prefill_ms: Number = 0.0,
     output_lengths: Sequence[int] = (),
     num_requests: int = 1,
@@ -314,6 +332,7 @@ def advise(
     Args:
         strategies: By name, the fields of `break_even.Measured`; greedy excluded.
         greedy_tpot_ms: Greedy decoding's TPOT on the same prompts and machine.
+        untimed: Strategies that ended every answer in its first step.
         prefill_ms: Mean time of a request's prefill.
         output_lengths: Tokens of each request.
         num_requests: Requests in flight together.
@@ -334,6 +353,7 @@ def advise(
     measured = {name: Measured(**fields) for name, fields in strategies.items()}
     rankings = [rank(name, m, greedy_tpot_ms) for name, m in measured.items()]
     rankings.sort(key=lambda r: (r.action == "not_ranked", r.measured_tpot_ms))
+    rankings += [unranked(name) for name in untimed]
     if rankings and rankings[0].action == "keep":
         rankings[0] = dataclasses.replace(rankings[0], action="use")
     best = rankings[0] if rankings and rankings[0].action == "use" else None
@@ -343,6 +363,8 @@ def advise(
         findings.append(greedy_round_finding(greedy_tpot_ms, floor_ms))
     for ranking in rankings:
         name = ranking.strategy
+        if name in untimed:
+            continue
         if ranking.action == "not_ranked":
             findings.append(
                 Finding(

@@ -106,6 +106,20 @@ def test_best_certified_strategy_is_used():
     json.dumps(advice.to_dict(), allow_nan=False)
 
 
+def test_a_strategy_without_time_per_token_comes_last():
+    wrong = GOOD | dict(certified=False)
+    advice = advise({"wrong": wrong}, greedy_tpot_ms=20.0, untimed=["instant"])
+    assert [(r.strategy, r.action) for r in advice.rankings] == [
+        ("wrong", "not_ranked"),
+        ("instant", "not_ranked"),
+    ]
+    assert advice.best == "greedy" and codes(advice) == [("certificate", "wrong")]
+    assert "instant is not ranked: every answer ended in its first step" in (
+        advice.verdict
+    )
+    json.dumps(advice.to_dict(), allow_nan=False)
+
+
 def test_turn_it_off_says_why():
     advice = advise({"bad": REFUSED}, greedy_tpot_ms=20.0)
     assert advice.best == "greedy"

@@ -19,6 +19,7 @@ from jaxdec.models.config import ModelConfig, MoeConfig
 from jaxdec.planning import bandwidth
 from jaxdec.planning.break_even import expected_tokens
 from jaxdec.prompts import Prompt
+from jaxdec.report import tables
 from jaxdec.report.comparison import survival
 
 # By this name: the package has a function of the same name.
@@ -187,6 +188,27 @@ def test_nothing_is_ranked_without_certificates(lm):
     assert not found.certificates
     assert {r.action for r in found.advice.rankings} == {"not_ranked"}
     assert found.advice.best == "greedy"
+
+
+def test_a_strategy_that_ends_in_its_first_step_is_said_not_to_be_ranked(lm, certify):
+    """The tiny model repeats itself, so lookup has both tokens at once."""
+    del certify
+    prompt = lm.tokenizer.encode("abcabcabcabc")
+    prompt += jaxdec.generate(lm, prompt, max_new_tokens=12, stop_tokens=[])[0].tokens
+    found = compare(lm, [prompt], ["lookup"], max_new_tokens=2)
+    assert found.evidence["lookup"].num_steps == 1
+    assert found.evidence["lookup"].num_emitted == 2
+    report = found.to_dict()
+    (ranking,) = report["advice"]["rankings"]
+    assert (ranking["strategy"], ranking["action"]) == ("lookup", "not_ranked")
+    assert ranking["measured_tpot_ms"] is None
+    assert report["advice"]["best"] == "greedy"
+    why = "lookup is not ranked: every answer ended in its first step"
+    assert any(line.startswith(why) for line in tables.advice_lines(report))
+    column = [title.replace("\n", " ") for title in tables.HEADERS].index("TPOT ms")
+    greedy, lookup = tables.rows(report)
+    assert lookup[column] == "1 step" and float(greedy[column]) > 0
+    assert "1 step" in tables.markdown(report)
 
 
 def test_second_comparison_compiles_nothing(lm, certify):

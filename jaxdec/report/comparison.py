@@ -30,6 +30,8 @@ NOTES = (
     "replacement character.",
     f"distinct_outputs counts the different outputs of the first prompt over "
     f"{NUM_SEEDS} seeds; at temperature 0 the seed is not used, so it is 1.",
+    "A strategy that ends every answer in its first step ('1 step' in place of TPOT) "
+    "has no time per token, so it cannot be ranked.",
     "Costs per step are measured alone, after the run; drafting, verifying and the "
     "rest need not add up to the round.",
     "Sampling changes what is said, not how fast, so 'sample' is not ranked.",
@@ -154,6 +156,11 @@ def recommend(
     return advice.advise(
         dict(_measured(entries, evidence, certificates)),
         greedy_tpot_ms=greedy.tpot_ms,
+        untimed=[
+            entry.label
+            for entry in entries
+            if entry.config.length and evidence[entry.label].tpot_ms is None
+        ],
         prefill_ms=max(1000 * greedy.ttft_s - greedy.tpot_ms, 0.0),
         output_lengths=[request.output_length for request in greedy.requests],
         floor_ms=None if floor is None else floor.floor_ms,
@@ -179,7 +186,7 @@ def _measured(
     plain_verify_ms = evidence[baseline(entries)].verify_cost_ms
     for entry in entries:
         record, length = evidence[entry.label], entry.config.length
-        if not length or not record.tpot_ms:
+        if not length or record.tpot_ms is None:
             continue
         certificate = certificates.get(entry.label)
         reasons = ("no certificate was drawn up",)
