@@ -1,7 +1,7 @@
 """What the evidence says to do: use this strategy at this length, or turn it off.
 
 Only a certified strategy is ranked, and only by its measured time per output token
-(TPOT) against greedy decoding's; a prediction (`jaxdec.planning.break_even`) chooses
+(TPOT) against plain decoding's; a prediction (`jaxdec.planning.break_even`) chooses
 the draft length to try, never the winner.
 
 Four findings look past the choice of strategy: `round_time` (a round takes long),
@@ -26,9 +26,9 @@ from jaxdec.planning.break_even import (
 )
 
 MIN_GAIN = 0.03
-"""A strategy must beat greedy decoding by more than this fraction of its TPOT."""
+"""A strategy must beat plain decoding by more than this fraction of its TPOT."""
 HIGH_ROUND_RATIO = 2.0
-"""A round is long from this many greedy steps (greedy: this many bandwidth floors)."""
+"""A round is long from this many plain steps (plain: this many bandwidth floors)."""
 MANY_ROUNDS_SHARE = 0.8
 """Rounds dominate when they take this share of a request's time, prefill included."""
 FEW_TOKENS_PER_STEP = 1.5
@@ -39,6 +39,19 @@ LOW_BATCH_SPEEDUP = 1.5
 """Several requests should give this many times one request's tokens per second."""
 
 GREEDY = "greedy"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """The plain decoding that strategies are measured against."""
+
+    name: str = GREEDY
+    tpot_ms: Number
+
+    @property
+    def kind(self) -> str:
+        """The word for it: only at temperature 0 is plain decoding greedy."""
+        return "greedy" if self.name == GREEDY else "plain"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +71,7 @@ class Ranking:
 
     strategy: str
     action: Literal["use", "keep", "turn_off", "not_ranked"]
-    """`use` is the best one; `keep` beats greedy but is not the best."""
+    """`use` is the best one; `keep` beats the baseline but is not the best."""
     reason: str
     measured_tpot_ms: Number | None
     """None where every answer ended in its first step."""
@@ -66,7 +79,7 @@ class Ranking:
     """By draft length; empty where costs or acceptance are missing."""
     best_draft_length: int | None
     break_even_acceptance: float | None
-    """Acceptance rate at which its round at K equals greedy; above 1: never."""
+    """Acceptance rate at which its round at K equals plain decoding; above 1: never."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +87,7 @@ class Advice:
     """What a report says."""
 
     best: str
-    """A strategy, or ``greedy`` if none beats it."""
+    """A strategy, or the baseline if none beats it."""
     verdict: str
     findings: tuple[Finding, ...]
     rankings: tuple[Ranking, ...]
@@ -91,16 +104,19 @@ class Advice:
         return record
 
 
-def rank(name: str, measured: Measured, greedy_tpot_ms: Number) -> Ranking:
-    """Compares one strategy with greedy decoding; never says ``use``."""
+def rank(name: str, measured: Measured, plain: Baseline) -> Ranking:
+    """Compares one strategy with plain decoding; never says ``use``."""
     predicted = predict_tpot(measured)
     best_length = min(predicted, key=predicted.get) if predicted else None
     even = None
     judged = measured.judged_per_step or measured.draft_length
     if judged:
-        even = break_even_acceptance(measured.round_ms, greedy_tpot_ms, judged)
-    gain = 1 - measured.tpot_ms / greedy_tpot_ms
-    against = f"{measured.tpot_ms:.2f} ms a token against greedy's {greedy_tpot_ms:.2f}"
+        even = break_even_acceptance(measured.round_ms, plain.tpot_ms, judged)
+    gain = 1 - measured.tpot_ms / plain.tpot_ms
+    against = (
+        f"{measured.tpot_ms:.2f} ms a token against {plain.kind} decoding's "
+        f"{plain.tpot_ms:.2f}"
+    )
     if not measured.certified:
         why = "; ".join(measured.certificate_reasons) or "no passed certificate"
         action, reason = "not_ranked", f"not certified as lossless: {why}"
@@ -109,7 +125,7 @@ def rank(name: str, measured: Measured, greedy_tpot_ms: Number) -> Ranking:
     else:
         action = "turn_off"
         reason = f"{against}, not the {MIN_GAIN:.0%} gain that it needs"
-        reason += explain_loss(measured, even, predicted, best_length, greedy_tpot_ms)
+        reason += explain_loss(measured, even, predicted, best_length, plain)
     return Ranking(
         strategy=name,
         action=action,
@@ -142,7 +158,7 @@ def explain_loss(
     break_even: float | None,
     predicted: Mapping[int, float],
     best_length: int | None,
-    greedy_tpot_ms: Number,
+    plain: Baseline,
 ) -> str:
     """Why a strategy loses: acceptance, draft cost and break-even, as far as known."""
     parts = []
@@ -158,7 +174,7 @@ def explain_loss(
         )
     elif break_even is not None:
         parts.append(f"break-even is at {max(break_even, 0):.1%} acceptance")
-    if best_length and predicted[best_length] < greedy_tpot_ms * (1 - MIN_GAIN):
+    if best_length and predicted[best_length] < plain.tpot_ms * (1 - MIN_GAIN):
         parts.append(
             f"before giving it up, measure draft length {best_length}: predicted "
             f"{predicted[best_length]:.2f} ms a token"
@@ -167,11 +183,11 @@ def explain_loss(
 
 
 def round_time_finding(
-    name: str, measured: Measured, greedy_tpot_ms: Number
+    name: str, measured: Measured, plain: Baseline
 ) -> Finding | None:
     """High time per round: names its largest part."""
     round_ms = measured.round_ms
-    if round_ms < HIGH_ROUND_RATIO * greedy_tpot_ms:
+    if round_ms < HIGH_ROUND_RATIO * plain.tpot_ms:
         return None
     costs = costs_at(measured, measured.draft_length)
     parts, instruction = "", "measure draft and verify cost to see which part is long"
@@ -197,23 +213,23 @@ def round_time_finding(
         code="round_time",
         strategy=name,
         reason=(
-            f"a round takes {round_ms:.2f} ms, {round_ms / greedy_tpot_ms:.2f} greedy "
-            f"steps{parts}"
+            f"a round takes {round_ms:.2f} ms, {round_ms / plain.tpot_ms:.2f} "
+            f"{plain.kind} steps{parts}"
         ),
         instruction=instruction,
     )
 
 
-def greedy_round_finding(greedy_tpot_ms: Number, floor_ms: Number) -> Finding | None:
-    """High time per greedy step, against the time its bytes take to read."""
-    if greedy_tpot_ms < HIGH_ROUND_RATIO * floor_ms:
+def plain_round_finding(plain: Baseline, floor_ms: Number) -> Finding | None:
+    """High time per plain step, against the time its bytes take to read."""
+    if plain.tpot_ms < HIGH_ROUND_RATIO * floor_ms:
         return None
     return Finding(
         code="round_time",
-        strategy=GREEDY,
+        strategy=plain.name,
         reason=(
-            f"a greedy step takes {greedy_tpot_ms:.2f} ms, "
-            f"{greedy_tpot_ms / floor_ms:.2f} times the {floor_ms:.2f} ms that reading "
+            f"a {plain.kind} step takes {plain.tpot_ms:.2f} ms, "
+            f"{plain.tpot_ms / floor_ms:.2f} times the {floor_ms:.2f} ms that reading "
             "weights and KV state takes"
         ),
         instruction=(
@@ -224,7 +240,7 @@ def greedy_round_finding(greedy_tpot_ms: Number, floor_ms: Number) -> Finding | 
 
 
 def acceptance_finding(
-    name: str, measured: Measured, ranking: Ranking, greedy_tpot_ms: Number
+    name: str, measured: Measured, ranking: Ranking, plain: Baseline
 ) -> Finding | None:
     """Low acceptance: another length if one is predicted to pay, else give up."""
     accepted, needed = measured.acceptance_rate, ranking.break_even_acceptance
@@ -234,7 +250,7 @@ def acceptance_finding(
     instruction = "change the drafter, or give speculation up with this one"
     if best:
         predicted = ranking.predicted_tpot_ms[best]
-        if best != measured.draft_length and predicted < greedy_tpot_ms:
+        if best != measured.draft_length and predicted < plain.tpot_ms:
             instruction = (
                 f"try draft length {best} (predicted {predicted:.2f} ms a token), or "
                 "change the drafter"
@@ -318,7 +334,8 @@ def scheduling_finding(
 def advise(
     strategies: Mapping[str, Mapping[str, Any]],
     *,
-    greedy_tpot_ms: Number,
+    plain_tpot_ms: Number,
+    baseline: str = GREEDY,
     untimed: Sequence[str] = (),
     prefill_ms: Number = 0.0,
     output_lengths: Sequence[int] = (),
@@ -330,8 +347,10 @@ def advise(
     """Says which strategy to use, at which length, and which to turn off.
 
     Args:
-        strategies: By name, the fields of `break_even.Measured`; greedy excluded.
-        greedy_tpot_ms: Greedy decoding's TPOT on the same prompts and machine.
+        strategies: By name, the fields of `break_even.Measured`; not the baseline.
+        plain_tpot_ms: Plain decoding's TPOT on the same prompts and machine.
+        baseline: The name of plain decoding: another than greedy where tokens are
+            sampled.
         untimed: Strategies that ended every answer in its first step.
         prefill_ms: Mean time of a request's prefill.
         output_lengths: Tokens of each request.
@@ -340,18 +359,19 @@ def advise(
         p99_gap_ms: 99th percentile of the time between a request's tokens.
         floor_ms: Time that reading the weights and KV state once takes, if known.
     """
-    if not (math.isfinite(greedy_tpot_ms) and greedy_tpot_ms > 0):
+    if not (math.isfinite(plain_tpot_ms) and plain_tpot_ms > 0):
         raise ValueError(
-            f"advice needs greedy decoding's TPOT in ms, got {greedy_tpot_ms}; "
-            "measure the greedy baseline on the same prompts."
+            f"advice needs plain decoding's TPOT in ms, got {plain_tpot_ms}; "
+            f"measure the baseline {baseline!r} on the same prompts."
         )
-    if GREEDY in strategies:
+    if baseline in strategies:
         raise ValueError(
-            f"{GREEDY!r} is the baseline of the advice, got it as a strategy; pass its "
-            "TPOT as greedy_tpot_ms."
+            f"{baseline!r} is the baseline of the advice, got it as a strategy; pass "
+            "its TPOT as plain_tpot_ms."
         )
+    plain = Baseline(name=baseline, tpot_ms=plain_tpot_ms)
     measured = {name: Measured(**fields) for name, fields in strategies.items()}
-    rankings = [rank(name, m, greedy_tpot_ms) for name, m in measured.items()]
+    rankings = [rank(name, m, plain) for name, m in measured.items()]
     rankings.sort(key=lambda r: (r.action == "not_ranked", r.measured_tpot_ms))
     rankings += [unranked(name) for name in untimed]
     if rankings and rankings[0].action == "keep":
@@ -360,7 +380,7 @@ def advise(
 
     findings = []
     if floor_ms is not None:
-        findings.append(greedy_round_finding(greedy_tpot_ms, floor_ms))
+        findings.append(plain_round_finding(plain, floor_ms))
     for ranking in rankings:
         name = ranking.strategy
         if name in untimed:
@@ -376,10 +396,10 @@ def advise(
             )
             continue
         m = measured[name]
-        findings.append(round_time_finding(name, m, greedy_tpot_ms))
-        findings.append(acceptance_finding(name, m, ranking, greedy_tpot_ms))
-    name = best.strategy if best else GREEDY
-    tpot_ms = best.measured_tpot_ms if best else greedy_tpot_ms
+        findings.append(round_time_finding(name, m, plain))
+        findings.append(acceptance_finding(name, m, ranking, plain))
+    name = best.strategy if best else plain.name
+    tpot_ms = best.measured_tpot_ms if best else plain.tpot_ms
     tokens_per_step = measured[name].tokens_per_step if best else 1.0
     if len(output_lengths):
         length = float(np.mean(output_lengths))
@@ -398,18 +418,16 @@ def advise(
     )
     return Advice(
         best=name,
-        verdict=verdict(best, rankings, greedy_tpot_ms),
+        verdict=verdict(best, rankings, plain),
         findings=tuple(f for f in findings if f is not None),
         rankings=tuple(rankings),
     )
 
 
-def verdict(
-    best: Ranking | None, rankings: Sequence[Ranking], greedy_tpot_ms: Number
-) -> str:
+def verdict(best: Ranking | None, rankings: Sequence[Ranking], plain: Baseline) -> str:
     """The sentences that open a report."""
     if best is None:
-        lines = [f"Use greedy decoding: {greedy_tpot_ms:.2f} ms a token."]
+        lines = [f"Use {plain.kind} decoding: {plain.tpot_ms:.2f} ms a token."]
     else:
         lines = [f"Use {best.strategy}: {best.reason}."]
         k = best.best_draft_length

@@ -2,7 +2,7 @@
 
 Speed and quality are looked at together: a strategy is ranked only if its certificate
 says that it decodes what plain decoding would, and only by its time per token against
-greedy decoding's in the same run. All programs are compiled and warmed up first; then
+plain decoding's in the same run. All programs are compiled and warmed up first; then
 the strategies take turns on every prompt, so that whatever else the machine does falls
 on all of them alike. Requests run one at a time. What the advice needs besides is
 measured at the end: how fast the machine reads memory, and what the best strategy does

@@ -231,6 +231,9 @@ def test_sampled_drafts_equal_plain_sampling(lm, certify):
     assert found.evidence["greedy"].sampling["temperature"] == 0.0
     tokens = [r.tokens for r in found.evidence["lookup"].requests]
     assert tokens == [r.tokens for r in found.evidence["sample"].requests]
+    assert found.advice.best in ("sample", "lookup")
+    assert "against plain decoding's" in found.advice.rankings[0].reason
+    assert "greedy" not in "\n".join(tables.advice_lines(found.to_dict()))
 
 
 def test_prediction_at_the_measured_length(lm, certify):

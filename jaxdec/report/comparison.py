@@ -145,24 +145,26 @@ def recommend(
         together: requests run at once, for advice on scheduling.
 
     Raises:
-        ValueError: greedy decoding has no time per token.
+        ValueError: plain decoding has no time per token.
     """
-    greedy = evidence[baseline(entries)]
-    if greedy.tpot_ms is None:
+    name = baseline(entries)
+    plain = evidence[name]
+    if plain.tpot_ms is None:
         raise ValueError(
-            "greedy decoding ended every answer at its first token, so there is no "
+            f"{name} decoding ended every answer at its first token, so there is no "
             "time per token to compare; use other prompts, or a higher max_new_tokens"
         )
     return advice.advise(
         dict(_measured(entries, evidence, certificates)),
-        greedy_tpot_ms=greedy.tpot_ms,
+        plain_tpot_ms=plain.tpot_ms,
+        baseline=name,
         untimed=[
             entry.label
             for entry in entries
             if entry.config.length and evidence[entry.label].tpot_ms is None
         ],
-        prefill_ms=max(1000 * greedy.ttft_s - greedy.tpot_ms, 0.0),
-        output_lengths=[request.output_length for request in greedy.requests],
+        prefill_ms=max(1000 * plain.ttft_s - plain.tpot_ms, 0.0),
+        output_lengths=[request.output_length for request in plain.requests],
         floor_ms=None if floor is None else floor.floor_ms,
         num_requests=1 if together is None else together.num_requests,
         throughput_tokens_per_s=None
