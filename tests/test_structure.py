@@ -23,6 +23,7 @@ LEVELS = {
         "loaded_drafter",
         "trained",
         "call",
+        "concurrency",
         "strategies",
         "text",
         "detokenize",
