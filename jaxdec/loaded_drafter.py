@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from jaxdec.drafters.dspark import block_drafter
 from jaxdec.drafters.eagle import eagle, recurrent_net
@@ -23,6 +22,7 @@ from jaxdec.models.block import make_block_net
 from jaxdec.models.block_weights import block_params_from_tensors
 from jaxdec.models.eagle_weights import eagle_params_from_tensors
 from jaxdec.models.mtp import make_mtp, mtp_params_from_tensors
+from jaxdec.models.sharing import share_with_target
 from jaxdec.types import Drafter, DrafterParams, LogitsProcessor, Params
 
 _PARAMS = {
@@ -231,51 +231,14 @@ def from_checkpoint(
     """Puts a drafter's own tensors on the device, in the target's dtype."""
     make = _PARAMS[checkpoint.family]
     own = make(checkpoint.config, checkpoint.tensors, lm.dtype)
-    config, own = _share(checkpoint.config, own, lm.params)
+    config, params = share_with_target(checkpoint.config, own, lm.params)
     return LoadedDrafter(
         family=checkpoint.family,
         config=config,
-        own=own,
+        own=params.own,
         name=name,
         format=checkpoint.format,
         facts=checkpoint.facts,
         dtype=lm.dtype,
         content_hash=content_hash,
     )
-
-
-def _share(config: Any, own: Params, target: Params) -> tuple[Any, Params]:
-    """Drops what is the very same in the target, and takes the rows that lack.
-
-    Files often hold copies of the target's embedding and head. A drafter with a
-    vocabulary of its own and no head reads the target's rows for its tokens.
-    """
-    own = dict(own)
-    embedding = target["embedding"]
-    head = target["head"]["weight"] if "head" in target else embedding
-    if "embedding" in own and _is_copy(own["embedding"], embedding):
-        del own["embedding"]
-    ids = _token_ids(own)
-    if "head" in own:
-        is_bare = not isinstance(own["head"], dict)
-        if _is_copy(own["head"] if is_bare else own["head"]["weight"], head):
-            del own["head"]
-    elif ids is not None:
-        rows = jnp.take(head, ids, axis=0)
-        own["head"] = {"weight": rows} if "token_ids" in own else rows
-    config = dataclasses.replace(
-        config, own_embedding="embedding" in own, own_head="head" in own
-    )
-    return config, own
-
-
-def _token_ids(own: Params) -> jax.Array | None:
-    """The target's ids of a drafter's own vocabulary, where it has one."""
-    if "token_ids" in own:
-        return own["token_ids"]
-    return own["vocabulary"]["target_ids"] if "vocabulary" in own else None
-
-
-def _is_copy(x: jax.Array, y: jax.Array) -> bool:
-    is_alike = x.shape == y.shape and x.dtype == y.dtype
-    return is_alike and bool(jnp.array_equal(x, y))

@@ -26,16 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from jaxdec.adjustment import (
-    Nodes,
-    Vocabulary,
-    adjust,
-    adjust_among,
-    chain_nodes,
-    draft_nodes,
-    needs_adjustment,
-    spread,
-)
+from jaxdec.adjustment import Nodes, adjust, chain_nodes, draft_nodes, needs_adjustment
 from jaxdec.sampling_params import make_sampling_params
 from jaxdec.types import (
     Judgement,
@@ -51,10 +42,8 @@ __all__ = [
     "RESIDUAL",
     "TARGET",
     "Nodes",
-    "Vocabulary",
     "adjust",
     "chain_nodes",
-    "draft_draw",
     "draft_nodes",
     "draft_sample",
     "first_max",
@@ -66,7 +55,6 @@ __all__ = [
     "needs_adjustment",
     "perturbed",
     "position_key",
-    "spread",
     "token_logprobs",
 ]
 
@@ -201,12 +189,10 @@ def draft_sample(
     *,
     coupled: bool,
     processor: LogitsProcessor | None = None,
-    vocabulary: Vocabulary | None = None,
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
     """A drafter's own sample after every node. Greedy rows take the largest logit.
 
-    With a reduced vocabulary it is as if the other tokens had a logit of -inf; nothing
-    of width V is computed where no row samples, and none has penalties.
+    For drafters with a vocabulary of their own see `jaxdec.drafting`.
 
     Args:
         sequences: The committed tokens, keys and sampling parameters.
@@ -217,56 +203,32 @@ def draft_sample(
             logits is then always right, unless the target filters. False for the rule
             `rejection`: independent noise, all filters.
         processor: The caller's own processor, as in `judge`.
-        vocabulary: Of the logits, if they are not over all V tokens.
 
     Returns:
-        Tokens of the target's vocabulary; and, if not coupled, the very distribution
-        they were drawn from, over the logits' own (`spread` widens it).
+        Tokens; and, if not coupled, the very distribution they were drawn from.
     """
-    adjusted = adjust_among(sequences, nodes, logits, processor, vocabulary)
-    return draft_draw(
-        sequences, nodes, adjusted, coupled=coupled, vocabulary=vocabulary
-    )
-
-
-def draft_draw(
-    sequences: Sequences,
-    nodes: Nodes,
-    adjusted: Float[Array, "B T V"],
-    *,
-    coupled: bool,
-    vocabulary: Vocabulary | None = None,
-) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
-    """`draft_sample` for logits that are adjusted already, or that need not be."""
     sampling = sequences.sampling
+    adjusted = adjust(sequences, nodes, logits, processor)
     greedy, peak = first_max(adjusted)
     vocab_size = adjusted.shape[-1]
     is_sampled = _is_sampled(sampling)[:, None]
 
-    def noise_of(stream):
-        if vocabulary is None:
-            return _node_noise(sequences, nodes, vocab_size, stream)
-        wide = _node_noise(sequences, nodes, vocabulary.size, stream)
-        return jnp.take(wide, vocabulary.token_ids, axis=-1)
-
     def draw_coupled():
         unnormalised = -_distance(sampling, adjusted)
-        noise = noise_of(TARGET)
+        noise = _node_noise(sequences, nodes, vocab_size, TARGET)
         return jnp.where(is_sampled, first_max(unnormalised + noise)[0], greedy)
 
     def draw():
         unnormalised = _filtered(sampling, adjusted)
         probs = _normalised(sampling, unnormalised, greedy, jnp.isfinite(peak))
-        return first_max(probs + noise_of(DRAFT))[0], probs
+        noise = _node_noise(sequences, nodes, vocab_size, DRAFT)
+        return first_max(probs + noise)[0], probs
 
-    probs = None
     if coupled:
-        tokens = lax.cond(jnp.any(is_sampled), draw_coupled, lambda: greedy)
-    else:
-        tokens, probs = lax.cond(
-            jnp.any(is_sampled), draw, lambda: (greedy, _point_mass(greedy, vocab_size))
-        )
-    return tokens if vocabulary is None else vocabulary.token_ids[tokens], probs
+        return lax.cond(jnp.any(is_sampled), draw_coupled, lambda: greedy), None
+    return lax.cond(
+        jnp.any(is_sampled), draw, lambda: (greedy, _point_mass(greedy, vocab_size))
+    )
 
 
 def perturbed(

@@ -13,13 +13,12 @@ under `rejection`; under `match` the noise is the target's, which accepts more.
 import jax
 import jax.numpy as jnp
 
+from jaxdec import drafting
 from jaxdec.drafters.dflash import (
     BlockState,
     can_draft,
     check_length,
     dflash,
-    draw_apart,
-    draw_in_order,
     make_drafter,
     vocabulary_of,
     without_temperature,
@@ -63,15 +62,14 @@ def dspark(
         anchor = sequences.anchor
         rows = net.read(params, state.cache, anchor)
         hidden = rows[:, config.first : config.first + num]
-        options = dict(
-            coupled=coupled,
-            processor=processor,
-            vocabulary=vocabulary_of(net, params),
-        )
+        options = dict(coupled=coupled, processor=processor)
+        vocabulary = vocabulary_of(net, params)
         drawn = without_temperature(sequences) if greedy else sequences
         logits = net.logits(params, hidden)
         if config.markov == "none":
-            tokens, log_probs = draw_apart(drawn, logits, **options)
+            tokens, log_probs = drafting.sample_block(
+                vocabulary, drawn, logits, **options
+            )
         else:
             head = net.markov(params)
             state_of_head = markov_start(net, params, rows, anchor)
@@ -80,7 +78,8 @@ def dspark(
                 state, code = head.code(state, previous, prepared)
                 return state, head.out(code)
 
-            tokens, log_probs = draw_in_order(
+            tokens, log_probs = drafting.sample_in_order(
+                vocabulary,
                 drawn,
                 logits,
                 bias=bias,

@@ -258,6 +258,7 @@ def module_chain(
         init=init,
         extend=extend,
         propose=propose,
+        keeps_state=True,
     )
 
 

@@ -156,10 +156,8 @@ class BlockNetwork(nnx.Module):
             else None
         )
         drafted = config.draft_vocab_size
-        head = dict(bias=False, dtype=dtype, out_first=True, rngs=rngs)
-        self.head = Linear(size, drafted, **head) if config.own_head else None
-        self.token_ids = (
-            nnx.Param(jnp.arange(drafted, dtype=jnp.int32)) if drafted < vocab else None
+        self.head = (
+            nnx.Param(_table(rngs, drafted, size, dtype)) if config.own_head else None
         )
         rank = config.markov_rank
         self.markov = (
@@ -210,11 +208,11 @@ class BlockNetwork(nnx.Module):
     def logits(self, shared, hidden):
         """Over the drafter's own vocabulary, before any bias."""
         if self.head is not None:
-            logits = self.head(hidden)
+            weight = self.head[...]
         else:
             head = shared.get("head")
             weight = shared["embedding"] if head is None else head["weight"]
-            logits = matmul(hidden, weight, out_first=True)
+        logits = matmul(hidden, weight, out_first=True)
         cap = self.config.logit_softcap
         return logits if cap is None else jnp.tanh(logits / cap) * cap
 
@@ -283,7 +281,8 @@ def make_block_net(
 
     def merged(params: DrafterParams) -> BlockNetwork:
         state = jax.tree.map(lambda leaf: leaf, abstract)
-        nnx.replace_by_pure_dict(state, params.own)
+        arrays = {k: v for k, v in params.own.items() if k != "vocabulary"}
+        nnx.replace_by_pure_dict(state, arrays)
         return nnx.merge(graph, state)
 
     def init_cache(batch_size, capacity):

@@ -4,7 +4,6 @@ Names are those that z-lab, DeepSpec and speculators all write, without ``model.
 is our own: ``token_ids``, the target's id of every token that a reduced vocabulary has.
 """
 
-import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -14,7 +13,8 @@ from flax import nnx
 
 from jaxdec.models.block import BlockConfig, BlockNetwork
 from jaxdec.models.decoder import prefers_out_first
-from jaxdec.types import DrafterParams, Params
+from jaxdec.models.sharing import vocabulary_params
+from jaxdec.types import Params
 
 
 def expected_block_tensors(config: BlockConfig) -> dict[str, tuple[int, ...]]:
@@ -141,9 +141,10 @@ def block_params_from_tensors(
     if config.own_embedding:
         params["embedding"] = array(tensors["embed_tokens.weight"])
     if config.own_head:
-        params["head"] = {"weight": array(tensors["lm_head.weight"])}
+        params["head"] = array(tensors["lm_head.weight"])
     if config.draft_vocab_size < config.layers.vocab_size:
-        params["token_ids"] = array(tensors["token_ids"], "int32")
+        ids, size = tensors["token_ids"], config.layers.vocab_size
+        params["vocabulary"] = vocabulary_params(ids, size)
     if config.markov != "none":
         params["markov"] = markov()
     if config.confidence != "none":
@@ -165,40 +166,8 @@ def init_block_params(
         out_first=prefers_out_first(dtype),
         rngs=nnx.Rngs(params=key),
     )
-    return nnx.to_pure_dict(nnx.split(module)[1])
-
-
-def share_with_target(
-    config: BlockConfig, own: Params, target: Params
-) -> tuple[BlockConfig, DrafterParams]:
-    """Lets a drafter use the target's arrays where it can, without holding them twice.
-
-    A copy of the target's embedding or head is dropped. A drafter of reduced vocabulary
-    without a head gets the target's rows for its tokens.
-
-    Args:
-        config: of the drafter.
-        own: its arrays, from `block_params_from_tensors`.
-        target: the target's arrays, in the same dtype.
-
-    Returns:
-        The configuration and arrays to build the network from.
-    """
-    head = target.get("head")
-    head = target["embedding"] if head is None else head["weight"]
-    own = dict(own)
-    if "embedding" in own and _is_copy(own["embedding"], target["embedding"]):
-        del own["embedding"]
-    if "token_ids" in own and "head" not in own:
-        own["head"] = {"weight": jnp.take(head, own["token_ids"], axis=0)}
-    elif "head" in own and _is_copy(own["head"]["weight"], head):
-        del own["head"]
-    config = dataclasses.replace(
-        config, own_embedding="embedding" in own, own_head="head" in own
-    )
-    return config, DrafterParams(own=own, shared=target)
-
-
-def _is_copy(x: jax.Array, y: jax.Array) -> bool:
-    is_alike = x.shape == y.shape and x.dtype == y.dtype
-    return is_alike and bool(jnp.array_equal(x, y))
+    own = nnx.to_pure_dict(nnx.split(module)[1])
+    drafted, size = config.draft_vocab_size, config.layers.vocab_size
+    if drafted < size:
+        own["vocabulary"] = vocabulary_params(np.arange(drafted), size)
+    return own

@@ -12,11 +12,12 @@ import toy
 from block_toys import CONFIGS, LAYERS, block_config
 from helpers_sampling import make_sequences
 
-from jaxdec import sampling
+from jaxdec import drafting, sampling
 from jaxdec.drafters.dflash import BlockState, can_draft, dflash
 from jaxdec.drafters.dspark import block_drafter, dspark
 from jaxdec.models.block import make_block_net
-from jaxdec.types import Commit, DrafterParams
+from jaxdec.models.sharing import vocabulary_params
+from jaxdec.types import Commit, DrafterParams, Vocabulary
 
 MIXED = CONFIGS["dspark_rnn"]
 """Has sliding layers and full ones, and every head."""
@@ -140,13 +141,13 @@ def test_gradients_reach_every_weight():
     """Training: the whole of a drafter is differentiable, over many anchors at once."""
     net, params = make_block_net(MIXED), params_of(MIXED)
     own = dict(params.own)
-    ids = own.pop("token_ids")
+    ids = own.pop("vocabulary")
     features = features_of(2, 24)
     position = jnp.asarray([[3, 9, 17], [1, 2, 20]], jnp.int32)
     weigh = jax.random.normal(jax.random.key(1), (MIXED.draft_vocab_size,))
 
     def loss(own):
-        every = DrafterParams(own=own | {"token_ids": ids}, shared=params.shared)
+        every = DrafterParams(own=own | {"vocabulary": ids}, shared=params.shared)
         hidden = net.read_all(every, features, position, position)
         hidden = hidden.reshape(6, MIXED.block_size, -1)
         previous = jnp.tile(jnp.arange(MIXED.block_size, dtype=jnp.int32), (6, 1))
@@ -215,7 +216,7 @@ def test_a_reduced_vocabulary_is_the_whole_one_without_the_others(coupled):
     """B37: the same tokens and laws as with logits of -inf elsewhere, filters too."""
     rng = np.random.default_rng(0)
     ids = jnp.asarray([1, 3, 4, 9, 12], jnp.int32)
-    vocabulary = sampling.Vocabulary(token_ids=ids, size=16)
+    vocabulary = Vocabulary(**vocabulary_params(np.asarray(ids), 16))
     rows = make_sequences(
         [[3, 9, 9, 4], [1, 3], [12, 4], [9]],
         1,
@@ -230,12 +231,10 @@ def test_a_reduced_vocabulary_is_the_whole_one_without_the_others(coupled):
 
     @fast
     def both(rows, logits):
-        wide = sampling.spread(logits, vocabulary)
-        narrow, probs = sampling.draft_sample(
-            rows, nodes, logits, coupled=coupled, vocabulary=vocabulary
+        wide = drafting.widen(vocabulary, logits)
+        narrow, probs = drafting.sample(
+            vocabulary, rows, nodes, logits, coupled=coupled
         )
-        if probs is not None:
-            probs = sampling.spread(probs, vocabulary)
         return (narrow, probs), sampling.draft_sample(
             rows, nodes, wide, coupled=coupled
         )

@@ -17,8 +17,9 @@ from jaxdec import draft_length
 from jaxdec.drafters.dspark import block_drafter, markov_start
 from jaxdec.io.drafters.block import read_block, recognise
 from jaxdec.models.block import make_block_net
-from jaxdec.models.block_weights import block_params_from_tensors, share_with_target
+from jaxdec.models.block_weights import block_params_from_tensors
 from jaxdec.models.decoder import make_model
+from jaxdec.models.sharing import share_with_target
 from jaxdec.types import Commit
 
 CAPACITY = 256

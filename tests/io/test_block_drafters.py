@@ -15,10 +15,10 @@ from jaxdec.models.block import split_block_network
 from jaxdec.models.block_weights import (
     block_params_from_tensors,
     expected_block_tensors,
-    share_with_target,
 )
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import init_params
+from jaxdec.models.sharing import share_with_target
 
 TARGET = ModelConfig(
     family="qwen3",
@@ -194,6 +194,9 @@ def test_every_format(name, prefix):
     if "d2t" in tensors:
         assert found.tensors["token_ids"].tolist() == list(KEPT)
     built = block_params_from_tensors(found.config, found.tensors)
+    assert ("vocabulary" in built) == ("token_ids" in found.tensors)
+    if "vocabulary" in built:
+        assert built.pop("vocabulary")["target_ids"].tolist() == list(KEPT)
     wanted = nnx.to_pure_dict(split_block_network(found.config, "float32")[1])
     assert jax.tree.structure(built) == jax.tree.structure(wanted)
     for x, y in zip(jax.tree.leaves(built), jax.tree.leaves(wanted), strict=True):
@@ -540,4 +543,4 @@ def test_arrays_are_shared_with_the_target():
     own = block_params_from_tensors(found.config, found.tensors)
     config, params = share_with_target(found.config, own, target)
     assert config.own_head
-    np.testing.assert_array_equal(params.own["head"]["weight"], head[jnp.asarray(KEPT)])
+    np.testing.assert_array_equal(params.own["head"], head[jnp.asarray(KEPT)])

@@ -6,7 +6,6 @@ map between the vocabularies. Tensors are compared as a whole with what the
 configuration needs.
 """
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +20,6 @@ from jaxdec.io.drafters.eagle_settings import File
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.eagle_config import EagleConfig
 from jaxdec.models.eagle_weights import expected_eagle_tensors, target_ids_of
-from jaxdec.types import Params
 
 _IGNORED = re.compile(r"verifier_.*|(.*\.)?rotary_emb\.inv_freq")
 """Copies of the target's that only training needs; tables that the settings determine.
@@ -99,38 +97,6 @@ def read_eagle(
         format=found.name,
         facts=_facts(config, file.choices),
     )
-
-
-def share_with_target(
-    checkpoint: DrafterCheckpoint, params: Params
-) -> DrafterCheckpoint:
-    """Drops copies of the target's arrays, and takes the rows of its head that lack.
-
-    Args:
-        checkpoint: what `read_eagle` returned.
-        params: the target's arrays (see `jaxdec.models.decoder`).
-    """
-    config, tensors = checkpoint.config, dict(checkpoint.tensors)
-    embedding = np.asarray(params["embedding"])
-    head = np.asarray(params["head"]["weight"]) if "head" in params else embedding
-
-    def is_copy(name, original):
-        copy = tensors[name]
-        same = copy.shape == original.shape
-        return same and np.array_equal(copy.astype(original.dtype), original)
-
-    if config.own_embedding and is_copy("embed_tokens.weight", embedding):
-        del tensors["embed_tokens.weight"]
-        config = dataclasses.replace(config, own_embedding=False)
-    if config.own_head and is_copy("lm_head.weight", head):
-        del tensors["lm_head.weight"]
-        config = dataclasses.replace(config, own_head=False)
-    if config.is_reduced and not config.own_head:
-        tensors["lm_head.weight"] = head[target_ids_of(tensors["d2t"])]
-        config = dataclasses.replace(config, own_head=True)
-    facts = checkpoint.facts | {"embedding": _owner(config.own_embedding)}
-    facts |= {"head": _owner(config.own_head)}
-    return dataclasses.replace(checkpoint, config=config, tensors=tensors, facts=facts)
 
 
 def _canonical_names(names) -> dict[str, str]:
