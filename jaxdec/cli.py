@@ -287,13 +287,16 @@ def compare(
 @app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="A folder, a .gguf file, or a name.")],
+    target: Annotated[
+        str | None,
+        typer.Option(help="Of a drafter: the model it is for; checks the pairing."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a checkpoint is, without reading its weights."""
-    from jaxdec.io.cache import open_checkpoint
-    from jaxdec.report.checkpoints import describe
+    """Say what a model or a drafter is."""
+    from jaxdec.report.inspection import inspect as look
 
-    facts = describe(open_checkpoint(path, terminal.notice))
+    facts = look(path, target, terminal.notice)
     if as_json:
         typer.echo(json.dumps(facts, allow_nan=False, ensure_ascii=False))
         return

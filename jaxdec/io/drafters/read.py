@@ -104,10 +104,12 @@ def open_drafter(name: str | Path, progress: Progress | None = None) -> StoredDr
 
 def read_drafter(
     stored: StoredDrafter,
-    target: ModelConfig,
+    target: ModelConfig | None,
     overrides: Mapping[str, Any] | None = None,
 ) -> DrafterCheckpoint:
     """Reads a drafter for a target; nothing is loaded partly.
+
+    MTP modules can be read without one (None), with the tables beside them.
 
     Raises:
         CheckpointError: it does not fit the target, or is not whole.
