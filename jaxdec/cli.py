@@ -1,4 +1,4 @@
-"""The `jaxdec` command: generate, compare, inspect, models.
+"""The `jaxdec` command: generate, compare, plan, inspect, models.
 
 One function per subcommand, and no logic of its own: what a subcommand prints is what
 the library returns. Results go to stdout; progress, evidence lines and errors go to
@@ -12,12 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import rich.box
-import rich.console
-import rich.table
 import typer
 
 from jaxdec import console as terminal
+from jaxdec import plan_command
 
 _HELP = """Decoding strategies for language models, chosen on evidence.
 
@@ -30,6 +28,8 @@ A worked path:
   jaxdec compare
       runs greedy, sample, lookup and self_draft on the same prompts,
       certifies that none of them changes the answer, says which to use
+  jaxdec plan --model qwen3-8b --topology v5e:2x2
+      whether each strategy fits on a TPU, and when it pays, without one
   jaxdec inspect model.gguf
       what a checkpoint is; the other commands take it as --model
 
@@ -275,13 +275,18 @@ def compare(
         typer.echo(json.dumps(report, allow_nan=False, ensure_ascii=False))
         return
     console = terminal.output()
-    _print_table(console, tables.HEADERS, tables.rows(report), tables.caption(report))
+    terminal.print_table(
+        console, tables.HEADERS, tables.rows(report), tables.caption(report)
+    )
     console.print()
     for line in tables.advice_lines(report):
         console.print(f"- {line}", markup=False, highlight=False)
     terminal.errors().print(
         f"wrote {out / 'report.json'} and {out / 'report.md'}", style="dim"
     )
+
+
+app.command()(plan_command.plan)
 
 
 @app.command()
@@ -300,7 +305,7 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(facts, allow_nan=False, ensure_ascii=False))
         return
-    _print_table(
+    terminal.print_table(
         terminal.output(), ("", ""), [(k, _plain(v)) for k, v in facts.items()]
     )
 
@@ -323,7 +328,7 @@ def models(as_json: Json = False) -> None:
         (m["name"], f"converted to {m['dtype']}", f"{m['bytes'] / 1e6:.0f} MB")
         for m in found["converted"]
     ]
-    _print_table(console, ("model", "what", "state"), rows)
+    terminal.print_table(console, ("model", "what", "state"), rows)
     console.print(f"cache: {found['cache']}", style="dim", soft_wrap=True)
 
 
@@ -346,24 +351,3 @@ def _plain(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return "-" if value is None else str(value)
-
-
-def _print_table(
-    console: rich.console.Console,
-    titles: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    caption: str | None = None,
-) -> None:
-    table = rich.table.Table(
-        box=rich.box.SIMPLE,
-        show_header=any(titles),
-        caption=caption,
-        padding=(0, 0 if len(titles) > 3 else 1),
-        pad_edge=False,
-    )
-    for number, title in enumerate(titles):
-        is_number = len(titles) > 3 and number not in (0, len(titles) - 1)
-        table.add_column(title, justify="right" if is_number else "left")
-    for row in rows:
-        table.add_row(*(rich.markup.escape(cell) for cell in row))
-    console.print(table)

@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import rich.box
 import rich.console
+import rich.markup
 import rich.progress
+import rich.table
 import typer
 
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
@@ -99,6 +102,28 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
             bars.update(task, completed=done, total=total, description=text)
 
         yield move
+
+
+def print_table(
+    console: rich.console.Console,
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    caption: str | None = None,
+) -> None:
+    """Prints a table; where it is wide, the inner columns are numbers."""
+    table = rich.table.Table(
+        box=rich.box.SIMPLE,
+        show_header=any(titles),
+        caption=caption,
+        padding=(0, 0 if len(titles) > 3 else 1),
+        pad_edge=False,
+    )
+    for number, title in enumerate(titles):
+        is_number = len(titles) > 3 and number not in (0, len(titles) - 1)
+        table.add_column(title, justify="right" if is_number else "left")
+    for row in rows:
+        table.add_row(*(rich.markup.escape(cell) for cell in row))
+    console.print(table)
 
 
 def prepare_jax() -> None:

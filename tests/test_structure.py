@@ -34,8 +34,8 @@ LEVELS = {
         "training",
         "report",
     ),
-    8: ("compare", "certify"),
-    9: ("cli", "console", "__main__"),
+    8: ("compare", "certify", "abstract_lm", "ahead", "plan"),
+    9: ("cli", "console", "plan_command", "__main__"),
 }
 """A file imports only from lower levels, or from its own folder."""
 GROUPS = (1, 6, 7, 8, 9)
