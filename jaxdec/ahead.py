@@ -41,6 +41,13 @@ KV, OTHER = "KV state", "other state"
 """Labels under which bytes are counted."""
 
 
+_NOTHING_PENDING = (
+    (jax.tree_util.GetAttrKey("num_unread"),),
+    (jax.tree_util.GetAttrKey("tail_length"),),
+)
+"""Counts in a draft model's state that are taken to be 0: a draft was refused."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
     """What all strategies share."""
@@ -203,11 +210,16 @@ def _state_operands(built: Built, setting: Setting) -> Any:
     def given(leaf, value):
         return work.Operand(value=np.broadcast_to(value, leaf.shape).astype(leaf.dtype))
 
-    def cache(node):
-        if not isinstance(node, KVCache):
-            return other(node)
-        kv = jax.tree.map(lambda x: work.Operand(label=KV, share=_share(x)), node)
-        return kv.replace(length=given(node.length, context - 1))
+    def remembered(path, node):
+        if isinstance(node, KVCache):
+            kv = jax.tree.map(lambda x: work.Operand(label=KV, share=_share(x)), node)
+            return kv.replace(length=given(node.length, context - 1))
+        return given(node, 0) if path[-1:] in _NOTHING_PENDING else other(node)
+
+    def memory(tree):
+        return jax.tree_util.tree_map_with_path(
+            remembered, tree, is_leaf=lambda node: isinstance(node, KVCache)
+        )
 
     sequences = jax.tree.map(other, state.sequences).replace(
         sampling=jax.tree.map(
@@ -215,11 +227,10 @@ def _state_operands(built: Built, setting: Setting) -> Any:
         ),
         **{name: given(getattr(state.sequences, name), v) for name, v in known.items()},
     )
-    is_cache = dict(is_leaf=lambda node: isinstance(node, KVCache))
     return state.replace(
         sequences=sequences,
-        cache=jax.tree.map(cache, state.cache, **is_cache),
-        drafter=jax.tree.map(cache, state.drafter, **is_cache),
+        cache=memory(state.cache),
+        drafter=memory(state.drafter),
     )
 
 

@@ -47,18 +47,18 @@ _KINDS: dict[str, Device] = {
         flops_per_s=peak * 1e12,
     )
     for name, usable, rate, peak in (
-        ("TPU v4", 31.75, 1200, 275),
+        ("TPU v4", 30.75, 1200, 275),
         ("TPU v5 lite", 15.75, 819, 197),
-        ("TPU v5", 94.75, 2765, 459),
-        ("TPU v6 lite", 31.25, 1638, 918),
+        ("TPU v5", 95.73, 2765, 459),
+        ("TPU v6 lite", 31.24, 1638, 918),
         # Half of a chip.
-        ("TPU7x", 94.75, 7380 / 2, 2307 / 2),
+        ("TPU7x", 94.74, 7380 / 2, 2307 / 2),
     )
 }
 """By the name that JAX has for it: GiB that a program may use, GB/s, TFLOP/s."""
 
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "v4": {},
+    "v4": {"chip_config_name": "megacore"},
     "v5e": {},
     "v5p": {},
     "v6e": {},

@@ -73,10 +73,12 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def bytes_wanted(error: BaseException) -> int | None:
     """What a program needs that a TPU's compiler refused; None for other errors.
 
-    >>> text = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory "
-    >>> text += "in memory space hbm. Used 17.25G of 15.75G hbm. Exceeded ..."
+    >>> text = "CompileTimeHbmOom: Ran out of memory on HBM, the total memory required "
+    >>> text += "for HLO temporaries (16.50G) exceeds available HBM (15.75G)."
     >>> bytes_wanted(ValueError(text)) / 2**30
-    17.25
+    16.5
     """
-    found = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", str(error))
+    found = re.search(r"required [\w ]*\(([\d.]+)([KMGT]?)\) exceeds", str(error))
+    # As compilers before 2026 put it.
+    found = found or re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+\w? hbm", str(error))
     return None if found is None else int(float(found[1]) * _UNITS[found[2]])

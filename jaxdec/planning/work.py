@@ -50,7 +50,7 @@ class Operand:
     """The part of it that one device holds."""
     value: np.ndarray | None = None
     """Its numbers, where they are given or follow from such."""
-    item_bytes: float = 0.0
+    item_bytes: int = 0
     """Of a number, as it lies in memory; 0 is by dtype."""
 
 
@@ -293,10 +293,7 @@ class _Walk:
         elif eqn.params["reverse"]:
             turns = reversed(turns)
         for turn in turns:
-            now = [
-                x if x.value is None else dataclasses.replace(x, value=x.value[turn])
-                for x in each
-            ]
+            now = [_turn(x, turn) for x in each]
             if self.as_written:
                 now = [_forgotten(x) for x in now]
             carry = self._inner(body, consts + carry + now)[:num_carry]
@@ -315,6 +312,13 @@ class _Walk:
 def _forgotten(operand: Operand) -> Operand:
     """Without its numbers."""
     return dataclasses.replace(operand, value=None)
+
+
+def _turn(operand: Operand, turn: int) -> Operand:
+    """One row of what a scan goes through."""
+    if operand.value is None:
+        return operand
+    return dataclasses.replace(operand, value=np.asarray(operand.value[turn]))
 
 
 def _joined(options: Sequence[Operand]) -> Operand:
