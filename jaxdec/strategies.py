@@ -52,6 +52,11 @@ class StrategyConfig:
                 f"{self.length!r}; for plain decoding use 'greedy' or 'sample'"
             )
 
+    @property
+    def members(self) -> tuple["StrategyConfig", ...]:
+        """The strategies that this one is made of: itself, unless it mixes several."""
+        return (self,)
+
     def with_length(self, length: int) -> "StrategyConfig":
         """The same strategy with another K."""
         return dataclasses.replace(self, length=length)

@@ -145,6 +145,11 @@ class FirstOfConfig(StrategyConfig):
                 "first_of(lookup(6, min_ngram=3), mtp(drafter))"
             )
 
+    @property
+    def members(self):
+        """The strategies that this one is made of."""
+        return tuple(m for part in self.parts for m in part.members)
+
     def with_length(self, length):
         """The same strategy with another K for all parts."""
         parts = tuple(p.with_length(length) for p in self.parts)
