@@ -20,7 +20,6 @@ Each word has one definition:
                        = P(draft token i accepted | the step judged it)
     conditional_acceptance_by_position[i]
                        = P(draft token i accepted | judged, and i - 1 accepted)
-
     block_acceptance[i]
                        = P(draft token i accepted | the step drafted at all)
     nodes verified     = drafted + 1: what the target read, the anchor included.

@@ -265,7 +265,9 @@ def test_json_is_strict():
         num_compilations draft_cost_ms verify_cost_ms cache_length kv_bytes_read
         kv_bytes_written drafter_param_bytes drafter_state_bytes finish_reasons
         exact_match perplexity repetition_rate format_success_rate distinct_outputs
-        versions hashes seed sampling requests"""
+        versions hashes seed sampling requests num_nodes_verified block_acceptance
+        proposal_mode proposal_budget tree_width tree_depth num_native_modules pairing
+        sources source calibration_error"""
     assert set(record) == set(names.split())
 
 

@@ -6,6 +6,7 @@ files that the index names must be there before anything is read.
 
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,16 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
     )
 
 
-def open_tensors(folder: str | Path) -> LazyTensors:
-    """All tensors of a folder under canonical names, none of them read yet.
+def open_stored(folder: str | Path, dtypes: Collection[str] = _DTYPES) -> LazyTensors:
+    """All tensors of a folder under the names in its files, none of them read yet.
+
+    Args:
+        folder: with ``model.safetensors``, or shards and their index.
+        dtypes: number formats that may be read.
 
     Raises:
         CheckpointError: A file is absent or damaged, a tensor that the index names is
-            not in its file, or a number format is not supported.
+            not in its file; when it is read, a number format that is not supported.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -106,28 +111,41 @@ def open_tensors(folder: str | Path) -> LazyTensors:
             shapes[name] = tuple(part.get_shape())
             # An unsupported format matters only where a tensor is read.
             handles[name] = (handle, part.get_dtype(), path)
-    parts = canonical_parts(shapes)
+
+    def read(name: str) -> np.ndarray:
+        handle, dtype, path = handles[name]
+        if dtype not in dtypes:
+            raise CheckpointError(
+                f"tensor {name!r} in {path} has number format {dtype}; only "
+                f"{', '.join(dtypes)} are read. Use an unquantised release."
+            )
+        return handle.get_tensor(name)
+
+    return LazyTensors(shapes, read)
+
+
+def open_tensors(folder: str | Path) -> LazyTensors:
+    """All tensors of a folder under canonical names, none of them read yet.
+
+    Raises:
+        CheckpointError: As `open_stored`; or two names mean the same tensor.
+    """
+    stored = open_stored(folder)
+    parts = canonical_parts(stored.shapes)
 
     def read(name: str) -> np.ndarray:
         part = parts[name]
-        handle, dtype, path = handles[part.source]
-        if dtype not in _DTYPES:
-            raise CheckpointError(
-                f"tensor {part.source!r} in {path} has number format {dtype}; only "
-                f"{', '.join(_DTYPES)} are read. Use an unquantised release."
-            )
-        if not part.index:
-            tensor = handle.get_tensor(part.source)
-        else:
-            tensor = handle.get_slice(part.source)[part.index]
+        tensor = stored[part.source]
+        tensor = tensor[part.index] if part.index else tensor
         return tensor.T if part.is_transposed else tensor
 
     return LazyTensors(
-        {name: part.shape(shapes[part.source]) for name, part in parts.items()}, read
+        {name: part.shape(stored.shapes[part.source]) for name, part in parts.items()},
+        read,
     )
 
 
-def _folder_hash(folder: Path) -> str:
+def folder_hash(folder: Path) -> str:
     """Names the weights of a folder without reading them all.
 
     The hash covers ``config.json``, and of each file its size, its header (names,
@@ -188,7 +206,7 @@ def load_folder(folder: str | Path, dtype: np.dtype) -> Checkpoint:
         tokenizer=tokenizer,
         stop_tokens=stops,
         source=str(folder),
-        content_hash=_folder_hash(folder),
+        content_hash=folder_hash(folder),
         format="safetensors",
         metadata={
             "model_type": values.get("model_type"),
