@@ -20,7 +20,7 @@ from jaxdec.io.checkpoint import (
     config_from_json,
     config_to_json,
 )
-from jaxdec.io.orbax import load_params, save_params
+from jaxdec.io.orbax import load_metadata, load_params, save_params
 from jaxdec.io.tokenizer import Tokenizer
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import abstract_params
@@ -173,7 +173,7 @@ def load(
 
 def _restore(folder: Path, dtype: str, cache_dtype: str, mesh: Mesh | None) -> LM:
     """A model that `LM.save` wrote; its arrays are taken as they are."""
-    _, facts = load_params(folder)
+    facts = load_metadata(folder)
     if "config" not in facts:
         raise CheckpointError(
             f"{folder} holds arrays but no model; pass a folder that LM.save wrote"
