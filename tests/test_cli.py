@@ -62,6 +62,39 @@ def test_help_teaches(run):
     assert run("--version")[:2] == (0, f"jaxdec {jaxdec.__version__}\n")
 
 
+QUICK = """
+import sys
+import jaxdec
+from jaxdec import cli, console
+
+for line in sys.argv[1].splitlines():
+    console.run(cli.app, line.split())
+    assert "jax" not in sys.modules, line
+import jaxdec.certify, jaxdec.compare, jaxdec.types
+from jaxdec import *
+
+for name in jaxdec.__all__:
+    assert globals()[name] is getattr(jaxdec, name), name
+assert callable(jaxdec.certify) and callable(jaxdec.compare)
+assert certify is sys.modules["jaxdec.certify"].certify
+assert compare is sys.modules["jaxdec.compare"].compare
+assert jaxdec.generate is jaxdec.text.generate
+assert {"generate", "certify", "__version__"} <= set(dir(jaxdec))
+assert not hasattr(jaxdec, "misspelt") and not hasattr(jaxdec, "_misspelt")
+"""
+
+
+def test_help_models_and_usage_errors_do_not_wait_for_jax(model):
+    lines = ["", "-h", "generate -h", "--version", "models", "models --json"]
+    lines += ["nonsense", "generate", "generate x --seed y", "compare --no"]
+    lines += [f"inspect {model}", "inspect missing", "compare --prompts missing"]
+    code = [sys.executable, "-c", QUICK, "\n".join(lines)]
+    done = subprocess.run(code, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "A worked path" in done.stdout and "built in" in done.stdout
+    assert done.stderr.count("jaxdec: ") == 6
+
+
 def is_one_line(err):
     return err.startswith("jaxdec: ") and err.count("\n") == 1 and err.endswith("\n")
 

@@ -116,6 +116,26 @@ def test_imports_point_down(path):
         )
 
 
+def test_the_public_surface_is_said_the_same_three_times():
+    """For type checkers, for a star import, and for the first use of a name."""
+    nodes = parsed(NAMES[""]).body
+    block = next(node for node in nodes if isinstance(node, ast.If))
+    shown = {
+        alias.name: "" if node.module == "jaxdec" else node.module.partition(".")[2]
+        for node in block.body
+        for alias in node.names
+    }
+    constants = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        and getattr(node.targets[0], "id", "") in ("__all__", "_FROM")
+    }
+    assert sorted(constants["__all__"]) == sorted(shown)
+    found = [(n, f) for f, names in constants["_FROM"].items() for n in names.split()]
+    assert sorted(found) == sorted((n, f) for n, f in shown.items() if f)
+
+
 def test_imports_have_no_circle():
     graph = {name: imports_of(path) - {name} for name, path in NAMES.items() if name}
     done: set[str] = set()
