@@ -54,7 +54,8 @@ def read_prompts(lm, prompts):
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     model, _ = program(lm.config)
-    cache = model.init_cache(len(prompts), 256)
+    # Room for the answers too, and for what a step writes as scratch.
+    cache = model.init_cache(len(prompts), num_chunks * CHUNK + 128)
     outputs = []
     for start in range(0, num_chunks * CHUNK, CHUNK):
         live = np.clip(lengths - start, 0, CHUNK)
