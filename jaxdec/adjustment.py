@@ -39,6 +39,15 @@ class Nodes:
     is_chain: bool = struct.field(pytree_node=False, default=False)
     """Whether no two scored nodes have the same depth."""
 
+    def first(self, num: int) -> "Nodes":
+        """The first `num` nodes alone; parents precede children, so they are whole."""
+        return Nodes(
+            tokens=self.tokens[:, :num],
+            ancestors=self.ancestors[:, :num, :num],
+            depth=self.depth[:, :num],
+            is_chain=self.is_chain,
+        )
+
 
 class Vocabulary(NamedTuple):
     """The part of the target's vocabulary that a drafter can say."""

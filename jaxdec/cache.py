@@ -38,6 +38,18 @@ class KVCache:
     values: tuple[Float[Array, "B G S D"], ...]
     length: Int[Array, "B"]
 
+    def put(self, rows: tuple) -> "KVCache":
+        """Writes keys and values per layer, ``[B, G, T, D]``, to the tail."""
+        keys = [
+            write_tail(k, r, self.length)
+            for k, (r, _) in zip(self.keys, rows, strict=True)
+        ]
+        values = [
+            write_tail(v, r, self.length)
+            for v, (_, r) in zip(self.values, rows, strict=True)
+        ]
+        return self.replace(keys=tuple(keys), values=tuple(values))
+
     def commit(self, path: Int[Array, "B T"] | None, num: Int[Array, "B"]) -> "KVCache":
         """Makes the first `num` tail entries of `path` permanent.
 

@@ -20,9 +20,12 @@ Each word has one definition:
                        = P(draft token i accepted | the step judged it)
     conditional_acceptance_by_position[i]
                        = P(draft token i accepted | judged, and i - 1 accepted)
+    block_acceptance[i]
+                       = P(draft token i accepted | the step drafted at all)
+    nodes verified     = drafted + 1: what the target read, the anchor included.
 
-Both lists end at the last position that was ever judged. A ratio 0/0 is None, never
-NaN; a ratio of several requests is a ratio of sums, never a mean of ratios.
+The lists end at the last position that was ever judged. A ratio 0/0 is None, never NaN;
+a ratio of several requests is a ratio of sums, never a mean of ratios.
 """
 
 import dataclasses
@@ -47,11 +50,13 @@ class Counts:
     num_accepted: int
     num_emitted: int
     num_rollbacks: int
+    num_nodes_verified: int
     tokens_per_step: float | None
     acceptance_rate: float | None
     acceptance_length: float | None
     acceptance_by_position: tuple[float | None, ...]
     conditional_acceptance_by_position: tuple[float | None, ...]
+    block_acceptance: tuple[float | None, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,11 +122,13 @@ def count(
         num_accepted=int(num_accepted.sum()),
         num_emitted=int(num_emitted.sum()),
         num_rollbacks=int((num_judged > num_accepted).sum()),
+        num_nodes_verified=int(num_drafted.sum()) + num_steps,
         tokens_per_step=ratio(num_emitted.sum(), num_steps),
         acceptance_rate=ratio(num_accepted.sum(), num_judged.sum()),
         acceptance_length=ratio((num_accepted + 1).sum(), num_steps),
         acceptance_by_position=by_position(is_judged.sum(axis=1)),
         conditional_acceptance_by_position=by_position(is_reached.sum(axis=1)),
+        block_acceptance=by_position([int((num_drafted > 0).sum())] * len(positions)),
     )
 
 
@@ -231,3 +238,42 @@ def count_steps(steps: Sequence[RequestSteps]) -> Counts:
             for name in names
         }
     )
+
+
+def count_by_source(
+    steps: Sequence[RequestSteps], sources: Sequence[str]
+) -> dict[str, dict[str, Number | None]]:
+    """What each of several drafters contributed.
+
+    Args:
+        steps: Of any number of requests.
+        sources: Names in the order of `Draft.source`. A step without a draft counts for
+            none of them.
+
+    Returns:
+        By name: steps with a draft of it, drafted, judged and accepted tokens, and the
+        acceptance rate.
+    """
+    found = {}
+    for number, name in enumerate(sources):
+        rows = [
+            (d, j, a)
+            for s in steps
+            for d, j, a, which in zip(
+                s.num_drafted,
+                s.num_judged,
+                s.num_accepted,
+                s.draft_source,
+                strict=True,
+            )
+            if which == number and d > 0
+        ]
+        drafted, judged, accepted = (sum(r[i] for r in rows) for i in range(3))
+        found[name] = {
+            "num_steps": len(rows),
+            "num_drafted": drafted,
+            "num_judged": judged,
+            "num_accepted": accepted,
+            "acceptance_rate": ratio(accepted, judged),
+        }
+    return found

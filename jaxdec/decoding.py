@@ -36,6 +36,7 @@ from jaxdec.types import (
     Strategy,
     StrategyParams,
 )
+from jaxdec.verification import scorer
 
 PREFILL_CHUNK = 64
 """Prompt tokens read per forward: enough rows to be bound by compute."""
@@ -49,8 +50,10 @@ def speculative(
     capacity: int,
     processor: LogitsProcessor | None = None,
     num_logprobs: int | None = None,
+    processed_logprobs: bool = False,
     prefill_chunk: int = PREFILL_CHUNK,
     observe: Callable[..., Any] | None = None,
+    widths: tuple[int, ...] = (),
 ) -> Strategy:
     """Builds the strategy that drafts with `drafter` and judges with `accept`.
 
@@ -62,17 +65,31 @@ def speculative(
         processor: custom pure ``(tokens, length, logits) -> logits``.
         num_logprobs: None for no log-probabilities; n for those of the emitted tokens
             and of the n likeliest at each place.
+        processed_logprobs: whether these are of the sampling distribution (after
+            penalties, temperature and filters) instead of the raw logits.
         prefill_chunk: prompt tokens read per forward.
         observe: pure ``(sequences, nodes, output, judgement, acceptance) -> pytree``
             whose leaves lead with B; its results come back in ``StepInfo.observed``.
+        widths: draft tokens that a target forward may read, increasing up to K; a step
+            takes the smallest that holds its longest draft, so that judging fewer
+            tokens costs less. Empty: always K. Needs ``model.read``.
 
     Returns:
         `Strategy`: its `prefill` leaves the last prompt token to the first step, so it
         samples nothing; its `step` is pure, and the state it was given stays valid.
 
     Raises:
-        ValueError: no room for a prompt in `capacity`.
+        ValueError: no room for a prompt in `capacity`, or widths that make no sense.
     """
+    reports_law = processed_logprobs and num_logprobs is not None
+    score = scorer(
+        model,
+        drafter.max_length,
+        widths=widths,
+        processor=processor,
+        with_log_probs=accept.needs_log_probs or reports_law,
+        keep_logits=num_logprobs is not None or observe is not None,
+    )
     max_length = drafter.max_length
     max_depth = max_length if drafter.max_depth is None else drafter.max_depth
     num_nodes = max_length + 1
@@ -123,18 +140,8 @@ def speculative(
         draft = draft.replace(length=_allowed(sequences, draft))
         nodes = sampling.draft_nodes(sequences.anchor, draft)
         tokens = nodes.tokens
-        # None says "causal": no mask is built, and commit has nothing to move.
-        mask = None if draft.parents is None else nodes.ancestors
-        position = (sequences.length - 1)[:, None] + nodes.depth
-        cache, output = model.forward(
-            params.target, state.cache, tokens, position, mask
-        )
-        judgement = sampling.judge(
-            sequences,
-            nodes,
-            output.logits,
-            processor=processor,
-            with_log_probs=accept.needs_log_probs,
+        cache, output, judgement = score(
+            params.target, state, nodes, draft.length, draft.parents is None
         )
         accepted = jax.vmap(accept.accept)(sequences, draft, judgement)
         # No path is longer than the tree is deep; wide trees commit few entries.
@@ -152,7 +159,12 @@ def speculative(
             **_draft_info(draft),
             **_counts(sequences, draft, nodes, accepted, count, stop_count),
             path=accepted.path,
-            **_logprobs(output.logits, path, emitted, num_logprobs),
+            **_logprobs(
+                judgement.log_probs if reports_law else output.logits,
+                path,
+                emitted,
+                num_logprobs,
+            ),
             observed=()
             if observe is None
             else observe(sequences, nodes, output, judgement, accepted),
@@ -384,6 +396,7 @@ def _counts(sequences, draft, nodes, accepted, count, stop_count) -> dict:
 
 
 def _logprobs(logits, path, emitted, num: int | None) -> dict:
+    """What is reported of each emitted token; log-probabilities count as logits."""
     if num is None:
         batch, nodes = emitted.shape
         return {

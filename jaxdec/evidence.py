@@ -25,6 +25,7 @@ from jaxdec.counts import (
     Counts,
     Number,
     RequestSteps,
+    count_by_source,
     count_steps,
     ratio,
     request_steps,
@@ -73,6 +74,20 @@ class RunFacts:
     """Of checkpoints, tokenizer and prompts."""
     seed: int | tuple[int, ...] | None = None
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    proposal_mode: str | None = None
+    """How drafts are made: none, lookup, chain, tree, block, or a mixture."""
+    proposal_budget: str | None = None
+    """What decides how many draft tokens are judged."""
+    tree_width: int | None = None
+    """Children that a node of a draft tree is given; 1 for a chain."""
+    tree_depth: int | None = None
+    """Longest path of a draft, in tokens."""
+    num_native_modules: int | None = None
+    """MTP modules of the target that ran; 0 for other drafters."""
+    pairing: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What the drafter is, and what ties it to this target."""
+    sources: tuple[str, ...] = ()
+    """Names of the drafters that `draft_source` numbers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +109,10 @@ class Evidence(Counts, RunFacts):
     """Of 4-grams; see `statistics.repetition_rate`."""
     format_success_rate: float | None
     distinct_outputs: int | None
+    source: Mapping[str, Mapping[str, Any]]
+    """What each of `sources` contributed; see `counts.count_by_source`."""
+    calibration_error: float | None
+    """Of the drafter's confidence; None where it has none. See `statistics`."""
     requests: tuple[RequestEvidence, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -223,8 +242,26 @@ def summarise(requests: Sequence[RequestEvidence], facts: RunFacts) -> Evidence:
         ),
         format_success_rate=ratio(sum(formats), len(formats)),
         distinct_outputs=statistics.distinct_outputs(tokens) if tokens else None,
+        source=count_by_source([r.steps for r in requests], facts.sources),
+        calibration_error=_calibration([r.steps for r in requests]),
         requests=tuple(requests),
     )
+
+
+SAME = (
+    "versions",
+    "hashes",
+    "sampling",
+    "drafter_param_bytes",
+    "proposal_mode",
+    "proposal_budget",
+    "tree_width",
+    "tree_depth",
+    "num_native_modules",
+    "pairing",
+    "sources",
+)
+"""What runs must agree in to be merged."""
 
 
 def merge(evidences: Sequence[Evidence]) -> Evidence:
@@ -238,7 +275,7 @@ def merge(evidences: Sequence[Evidence]) -> Evidence:
     if not evidences:
         raise ValueError("merge needs at least one record, got none; run first.")
     same = {}
-    for name in ("versions", "hashes", "sampling", "drafter_param_bytes"):
+    for name in SAME:
         values = [getattr(e, name) for e in evidences]
         if any(value != values[0] for value in values):
             raise ValueError(
@@ -277,3 +314,18 @@ def merge(evidences: Sequence[Evidence]) -> Evidence:
         drafter_state_bytes=total("drafter_state_bytes", max),
     )
     return summarise([r for e in evidences for r in e.requests], facts)
+
+
+def _calibration(steps: Sequence[RequestSteps]) -> float | None:
+    """Calibration error of the confidences in these steps; None if there are none."""
+    rows = [
+        (confidence, judged, accepted)
+        for s in steps
+        for confidence, judged, accepted in zip(
+            s.draft_confidence, s.num_judged, s.num_accepted, strict=True
+        )
+        if any(confidence)
+    ]
+    if not rows:
+        return None
+    return statistics.calibration_error(*zip(*rows, strict=True))

@@ -55,14 +55,12 @@ def measure_classes(params: Params, dtype: str) -> tuple[tuple[int, ...], ...]:
     """
     layer = params["layers"][0]
     out_first = prefers_out_first(dtype)
+    mlp = layer["mlp"]
+    # Experts multiply blocks of a fixed number of rows, however many there are.
+    inner = [mlp["router"]] if "router" in mlp else [mlp["up"], mlp["down"]]
     weights = [
         (part["weight"], out_first)
-        for part in (
-            layer["attention"]["qkv"],
-            layer["attention"]["out"],
-            layer["mlp"]["up"],
-            layer["mlp"]["down"],
-        )
+        for part in (layer["attention"]["qkv"], layer["attention"]["out"], *inner)
     ]
     head = params["head"]["weight"] if "head" in params else params["embedding"]
     weights.append((head, True))

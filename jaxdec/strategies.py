@@ -66,6 +66,30 @@ class StrategyConfig:
         del lm, processor, min_rows
         return none(), DrafterParams(own=(), shared=())
 
+    def facts(self, lm: Any) -> dict[str, Any]:
+        """What the evidence says of how drafts are made; `RunFacts` of that name."""
+        has_draft = self.length > 0
+        own = self.draft is not None
+        return {
+            "proposal_mode": self.proposal_mode,
+            "proposal_budget": f"{self.length} draft tokens a step"
+            if has_draft
+            else "no draft tokens",
+            "tree_width": int(has_draft),
+            "tree_depth": self.length,
+            "num_native_modules": 0,
+            "pairing": {
+                "target": lm.content_hash,
+                "drafter": self.draft.content_hash if own else self.name,
+            },
+            "sources": (self.name,),
+        }
+
+    @property
+    def proposal_mode(self) -> str:
+        """How drafts are made, in a word."""
+        return "none"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LookupConfig(StrategyConfig):
@@ -73,6 +97,11 @@ class LookupConfig(StrategyConfig):
 
     min_ngram: int = 1
     max_ngram: int = 4
+
+    @property
+    def proposal_mode(self) -> str:
+        """How drafts are made, in a word."""
+        return "lookup"
 
     def __post_init__(self):
         super().__post_init__()
@@ -98,6 +127,11 @@ class SelfDraftConfig(StrategyConfig):
 
     num_layers: int = 6
 
+    @property
+    def proposal_mode(self) -> str:
+        """How drafts are made, in a word."""
+        return "chain"
+
     def build(self, lm, processor, min_rows):
         """A draft model of the first layers; nothing is copied."""
         if not 1 <= self.num_layers <= lm.config.num_layers:
@@ -113,6 +147,11 @@ class SelfDraftConfig(StrategyConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftModelConfig(StrategyConfig):
     """Another causal LM with the same tokenizer as draft model."""
+
+    @property
+    def proposal_mode(self) -> str:
+        """How drafts are made, in a word."""
+        return "chain"
 
     def __post_init__(self):
         super().__post_init__()

@@ -55,7 +55,7 @@ class FinishReason(enum.IntEnum):
     NONFINITE = 4
     """The target's logits held NaN or +inf, or every token was banned."""
     CANCELLED = 5
-    """The caller gave up on the request."""
+    """The caller gave up on the request (set by the host between segments)."""
 
     @property
     def label(self) -> str:
@@ -232,7 +232,8 @@ class StepInfo:
     num_emitted: Int[Array, "B"]
     """Tokens appended to the sequence: accepted drafts, then the target's token."""
     logprobs: Float[Array, "B T"]
-    """Log-probability of each emitted token (zeros unless asked for)."""
+    """Log-probability of each emitted token (zeros unless asked for), raw or processed
+    as the strategy was built."""
     top_logprobs: Float[Array, "B T n"]
     top_tokens: Int[Array, "B T n"]
     observed: Any = ()
@@ -274,6 +275,10 @@ class Cache(Protocol):
 
     length: Int[Array, "B"]
 
+    def put(self, rows: Any) -> "Cache":
+        """Writes rows that `Model.read` returned to the tail; length is unchanged."""
+        ...
+
     def commit(self, path: Int[Array, "B T"] | None, num: Int[Array, "B"]) -> "Cache":
         """Keeps the first `num` entries of `path` (tail indices; None: in order)."""
         ...
@@ -312,6 +317,9 @@ class Model(NamedTuple):
     min_rows: int = 1
     """Forwards of fewer rows (B x T) are padded to this many; they write as many
     scratch entries."""
+    read: Callable[..., tuple[Any, Output]] | None = None
+    """Like `forward`, but leaves the cache alone and returns what the tail would hold,
+    ``[B, G, T, D]`` leaves for `Cache.put`. Only for steps of several widths."""
 
 
 class Drafter(NamedTuple):
@@ -329,6 +337,11 @@ class Drafter(NamedTuple):
     max_depth: int | None = None
     """Longest path of a tree, in tokens; None for a chain, whose longest is K. A step
     emits at most this many draft tokens, and commits no more entries."""
+    keeps_state: bool = False
+    """Whether `propose` returns the very state it was given, so that it may be left
+    out of a step, and may stand in a branch."""
+    sources: tuple[str, ...] = ()
+    """Names of the drafters that `Draft.source` numbers; empty: this one alone."""
 
 
 class AcceptFn(NamedTuple):

@@ -36,7 +36,7 @@ CONFIG = ModelConfig(
     max_positions=8192,
     tie_embeddings=True,
 )
-STRATEGIES = ("none", "lookup", "draft_model", "rejection")
+STRATEGIES = ("none", "lookup", "widths", "draft_model", "rejection")
 
 
 def cache_shape(capacity):
@@ -48,9 +48,11 @@ def build(name, capacity):
     dtype = "bfloat16"
     target = abstract_params(CONFIG, dtype)
     accept = decoding.acceptance.match
-    drafter, params = none(), ()
+    drafter, params, widths = none(), (), ()
     if name == "lookup":
         drafter = lookup(4)
+    elif name == "widths":
+        drafter, widths = lookup(4), (0, 2, 4)
     elif name in ("draft_model", "rejection"):
         first = make_model(CONFIG, dtype=dtype, num_layers=1)
         drafter = draft_model(first, 4, coupled=name == "draft_model")
@@ -58,7 +60,11 @@ def build(name, capacity):
         if name == "rejection":
             accept = decoding.acceptance.rejection
     strategy = decoding.speculative(
-        make_model(CONFIG, dtype=dtype), drafter, accept, capacity=capacity
+        make_model(CONFIG, dtype=dtype),
+        drafter,
+        accept,
+        capacity=capacity,
+        widths=widths,
     )
     return strategy, StrategyParams(target=target, drafter=params)
 

@@ -265,5 +265,58 @@ def test_json_is_strict():
         num_compilations draft_cost_ms verify_cost_ms cache_length kv_bytes_read
         kv_bytes_written drafter_param_bytes drafter_state_bytes finish_reasons
         exact_match perplexity repetition_rate format_success_rate distinct_outputs
-        versions hashes seed sampling requests"""
+        versions hashes seed sampling requests num_nodes_verified block_acceptance
+        proposal_mode proposal_budget tree_width tree_depth num_native_modules pairing
+        sources source calibration_error"""
     assert set(record) == set(names.split())
+
+
+def test_nodes_blocks_and_sources():
+    """Definitions of the counts that trees and mixtures of drafters add, by hand."""
+    info = step_info(
+        accepted=[[2, 0, 1, 0]],
+        judged=[[2, 3, 1, 0]],
+        emitted=[[3, 1, 2, 1]],
+        drafted=[[6, 3, 1, 0]],
+    ).replace(draft_source=np.array([[0, 1, 0, 1]]))
+    evidence = collect(
+        info,
+        prompt_length=np.array([5]),
+        finish=np.array([FinishReason.LENGTH]),
+        facts=RunFacts(sources=("lookup", "mtp")),
+    )
+    assert evidence.num_nodes_verified == 6 + 3 + 1 + 0 + 4
+    # Three steps drafted; the first draft was accepted in two, the second in one.
+    assert evidence.block_acceptance == (2 / 3, 1 / 3, 0.0)
+    assert evidence.acceptance_by_position == (2 / 3, 1 / 2, 0.0)
+    assert evidence.source == {
+        "lookup": {
+            "num_steps": 2,
+            "num_drafted": 7,
+            "num_judged": 3,
+            "num_accepted": 3,
+            "acceptance_rate": 1.0,
+        },
+        "mtp": {
+            "num_steps": 1,
+            "num_drafted": 3,
+            "num_judged": 3,
+            "num_accepted": 0,
+            "acceptance_rate": 0.0,
+        },
+    }
+
+
+def test_calibration_by_hand():
+    """Confidence 0.5 throughout: survival 0.5, 0.25, 0.125 (three bins)."""
+    info = step_info(accepted=[[2, 0]], judged=[[3, 1]], emitted=[[3, 1]])
+    evidence = collect(
+        info, prompt_length=np.array([5]), finish=np.array([FinishReason.LENGTH])
+    )
+    # Bin of 0.5: said 1.0, happened 1; of 0.25: 0.25 and 1; of 0.125: 0.125 and 0.
+    assert evidence.calibration_error == pytest.approx((0 + 0.75 + 0.125) / 4)
+    silent = info.replace(draft_confidence=np.zeros((1, 2, 4), np.float32))
+    evidence = collect(
+        silent, prompt_length=np.array([5]), finish=np.array([FinishReason.LENGTH])
+    )
+    assert evidence.calibration_error is None

@@ -13,7 +13,7 @@ MAX_LINES = 450
 LEVELS = {
     0: ("types", "models/config", "prompts"),
     1: ("cache", "tree", "sampling", "adjustment", "sampling_params"),
-    2: ("acceptance", "draft_length", "models"),
+    2: ("acceptance", "draft_length", "models", "verification"),
     3: ("drafters",),
     4: ("decoding",),
     5: ("io", "planning", "batching", "counts", "statistics"),

@@ -15,7 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdec import acceptance, decoding, sampling
+from jaxdec.cache import KVCache
+from jaxdec.draft_length import limited, threshold
 from jaxdec.drafters.draft_model import draft_model
+from jaxdec.drafters.first_of import first_of
 from jaxdec.drafters.lookup import lookup
 from jaxdec.drafters.none import none
 from jaxdec.models.config import ModelConfig
@@ -256,6 +259,19 @@ def corrupted(inner: Drafter, vocab_size: int = VOCAB) -> Drafter:
     return inner._replace(name=f"corrupted {inner.name}", propose=propose)
 
 
+def confident(inner: Drafter) -> Drafter:
+    """With a confidence that differs by row, step and slot, and now and then is low."""
+
+    def propose(params, state, sequences):
+        state, draft = inner.propose(params, state, sequences)
+        slot = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None]
+        mixed = _hash(sequences.length[:, None] * 31 + slot, 5)
+        confidence = jnp.where(mixed == 0, 0.1, 0.95).astype(jnp.float32)
+        return state, draft.replace(confidence=confidence)
+
+    return inner._replace(propose=propose)
+
+
 def scripted(inner: Drafter, vocab_size: int = VOCAB) -> Drafter:
     """`inner`, corrupted at step n of row b in slot ``plan[b, n]`` (K: nowhere).
 
@@ -349,7 +365,7 @@ def compiled(
         traces.append("generate")
         return decoding.generate(strategy, params, state, max_steps, num_slots=SLOTS)
 
-    if not isinstance(own, tuple | Script):
+    if not isinstance(own, tuple | Script | DrafterParams):
         own = DrafterParams(own=own, shared=shared)
     return Method(
         strategy=strategy,
@@ -371,6 +387,9 @@ METHODS = (
     "corrupted",
     "tree",
     "junk",
+    "first_of",
+    "in_widths",
+    "tree_in_widths",
     "draft_rejection",
     "self_rejection",
 )
@@ -414,6 +433,21 @@ def method(name: str, capacity: int = CAPACITY) -> Method:
             (tiny(), target),
         ),
         "junk": lambda: (junk(), {}, None),
+        "first_of": lambda: (
+            first_of(lookup(3, max_ngram=2), corrupted(oracle)),
+            {"own": DrafterParams(own=((), None), shared=((), target))},
+            (tiny(), target),
+        ),
+        "in_widths": lambda: (
+            limited(confident(corrupted(oracle)), threshold(0.3)),
+            {"shared": target, "widths": (0, 2, K)},
+            (tiny(), target),
+        ),
+        "tree_in_widths": lambda: (
+            tree_of(corrupted(oracle)),
+            {"shared": target, "widths": (3, 2 * K)},
+            (tiny(), target),
+        ),
         "draft_rejection": lambda: (
             draft_model(tiny_draft(), K, coupled=False),
             {"own": draft} | rejection,
@@ -597,7 +631,7 @@ def draft_state(state):
 
 
 def poison(state, value: float):
-    """Fills every scratch entry of the state: both caches' tails and the tokens."""
+    """Fills every scratch entry of the state: all caches' tails and the tokens."""
 
     def spoil(cache):
         slot = jnp.arange(cache.keys[0].shape[2], dtype=jnp.int32)
@@ -613,9 +647,11 @@ def poison(state, value: float):
     seq = state.sequences
     slot = jnp.arange(seq.tokens.shape[1], dtype=jnp.int32)[None]
     tokens = jnp.where(slot < seq.length[:, None], seq.tokens, jnp.int32(VOCAB - 1))
-    drafter = state.drafter
-    if hasattr(drafter, "cache"):
-        drafter = drafter.replace(cache=spoil(drafter.cache))
+    drafter = jax.tree.map(
+        lambda x: spoil(x) if isinstance(x, KVCache) else x,
+        state.drafter,
+        is_leaf=lambda x: isinstance(x, KVCache),
+    )
     return state.replace(
         sequences=seq.replace(tokens=tokens),
         cache=spoil(state.cache),

@@ -50,6 +50,7 @@ def lookup(length: int, *, min_ngram: int = 1, max_ngram: int = 4) -> Drafter:
         init=init,
         extend=extend,
         propose=propose,
+        keeps_state=True,
     )
 
 

@@ -26,5 +26,11 @@ def none() -> Drafter:
         return state, draft
 
     return Drafter(
-        name="none", max_length=0, taps=(), init=init, extend=extend, propose=propose
+        name="none",
+        max_length=0,
+        taps=(),
+        init=init,
+        extend=extend,
+        propose=propose,
+        keeps_state=True,
     )

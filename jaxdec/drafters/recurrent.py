@@ -209,4 +209,5 @@ def chain(
         init=lambda batch_size, capacity: init_state(net, batch_size, capacity),
         extend=extend,
         propose=propose,
+        keeps_state=True,
     )

@@ -17,17 +17,17 @@ import numpy as np
 from jaxdec.io.checkpoint import (
     Checkpoint,
     CheckpointError,
-    check_tensors,
     config_from_json,
     config_to_json,
 )
 from jaxdec.io.gguf import file_hash, load_gguf
 from jaxdec.io.hub import resolve
+from jaxdec.io.names import split_tensors
 from jaxdec.io.safetensors import load_folder, open_tensors
 from jaxdec.io.storage import Progress, cache_folder, lock, publish
 from jaxdec.io.tokenizer import Tokenizer
 
-_VERSION = 1
+_VERSION = 2
 """Of the converted form; raise it when a conversion changes."""
 
 _DTYPES = {
@@ -136,7 +136,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
     from safetensors.numpy import save_file
 
     folder.mkdir()
-    tensors = dict(checkpoint.tensors)
+    tensors = {**checkpoint.tensors, **checkpoint.extra}
     try:
         save_file(tensors, folder / "model.safetensors")
     except SafetensorError as error:
@@ -149,6 +149,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
         "has_tokenizer": checkpoint.tokenizer is not None,
         "stop_tokens": checkpoint.stop_tokens,
         "content_hash": checkpoint.content_hash,
+        "settings": checkpoint.settings,
         "metadata": checkpoint.metadata,
     }
     (folder / "checkpoint.json").write_text(json.dumps(record), encoding="utf-8")
@@ -161,12 +162,13 @@ def _read(folder: Path, source: Path) -> Checkpoint | None:
     try:
         record = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
         config = config_from_json(record["config"])
-        tensors = open_tensors(folder)
-        check_tensors(config, tensors)
+        tensors, extra = split_tensors(config, open_tensors(folder))
         tokenizer = Tokenizer.from_folder(folder) if record["has_tokenizer"] else None
         return Checkpoint(
             config=config,
             tensors=tensors,
+            extra=extra,
+            settings=record["settings"],
             tokenizer=tokenizer,
             stop_tokens=tuple(record["stop_tokens"]),
             source=str(source),

@@ -1,15 +1,15 @@
 """A checkpoint in one shape, whatever file it came from.
 
 Files differ in names, layouts and number formats; everything behind this module sees
-one thing: a `ModelConfig`, and tensors under the names and ``[out, in]`` shapes of
-Hugging Face's Llama. What a configuration needs is computed (`expected_tensors`), so
-that a file is compared with it as a whole: an error lists every missing, unexpected and
-mis-shaped tensor at once, and a tensor that nothing reads is never ignored in silence.
+one thing: a `ModelConfig`, and tensors under canonical names (see `jaxdec.io.names`),
+matrices as ``[out, in]``, gains of norms as they multiply (1 + w for Gemma). What a
+configuration needs is computed (`expected_tensors`), so that a file is compared with it
+as a whole: an error lists every missing, unexpected and mis-shaped tensor at once, and
+a tensor that nothing reads is never ignored in silence.
 """
 
 import dataclasses
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import ml_dtypes
@@ -23,8 +23,10 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be used; the message says why, and what to do."""
 
 
-class LazyTensors(Mapping[str, np.ndarray]):
+class LazyTensors(Mapping):
     """Tensors that are read when asked for; their shapes are known before.
+
+    A plain `Mapping`: to check the type of its values would be to read them.
 
     Args:
         shapes: The shape of every tensor.
@@ -52,7 +54,7 @@ class LazyTensors(Mapping[str, np.ndarray]):
 
     def select(
         self,
-        names: Mapping[str, Any],
+        names: Iterable[str],
         then: Callable[[str, np.ndarray], np.ndarray] = lambda name, tensor: tensor,
     ) -> "LazyTensors":
         """Only these names, each tensor passed through `then` when it is read."""
@@ -76,6 +78,11 @@ class Checkpoint:
     content_hash: str
     """Names the weights: equal hashes mean equal weights."""
     format: Literal["safetensors", "gguf"]
+    extra: LazyTensors
+    """Native multi-token-prediction modules in the same files, by canonical name and as
+    stored (their norms are no effective gains); empty if there are none."""
+    settings: Mapping[str, Any]
+    """``config.json`` as it is, or the metadata of the GGUF file's architecture."""
     metadata: dict[str, Any]
     """What the file says about itself (name, licence, number formats); JSON values."""
 
@@ -84,25 +91,38 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The name and shape of every tensor that a model of this configuration reads.
 
     Raises:
-        CheckpointError: The configuration is of a kind whose names are not those of
-            Llama (learned positions, an MLP without gate).
+        CheckpointError: The configuration mixes what only Llama's descendants have with
+            what only GPT-2 has, so that no published names fit it.
     """
-    if config.learned_positions or not config.gated_mlp or config.norm != "rms":
+    like_gpt2 = (config.learned_positions, not config.gated_mlp, config.norm != "rms")
+    if any(like_gpt2) and not all(like_gpt2):
         raise CheckpointError(
-            f"reading a checkpoint of family {config.family!r}: only decoders with "
-            "rotary positions, RMS norms and a gated MLP have canonical tensor names; "
-            "build the parameters of this model yourself."
+            f"reading a checkpoint of family {config.family!r}: learned positions, an "
+            "MLP without gate and layer norms have published tensor names only all "
+            "together (GPT-2); build the parameters of this model yourself."
         )
-    width, inner = config.hidden_size, config.intermediate_size
-    query = config.num_heads * config.head_dim
-    key = config.num_kv_heads * config.head_dim
-    shapes = {"model.embed_tokens.weight": (config.vocab_size, width)}
+    shapes: dict[str, tuple[int, ...]] = {}
 
     def linear(name, rows, columns, bias=False):
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
 
+    if config.learned_positions:
+        _gpt2(config, linear, shapes)
+    else:
+        _llama(config, linear, shapes)
+    if not config.tie_embeddings:
+        linear("lm_head", config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def _llama(config: ModelConfig, linear: Callable, shapes: dict) -> None:
+    """Llama and its descendants."""
+    width, inner = config.hidden_size, config.intermediate_size
+    query = config.num_heads * config.head_dim
+    key = config.num_kv_heads * config.head_dim
+    linear("model.embed_tokens", config.vocab_size, width)
     for i in range(config.num_layers):
         layer = f"model.layers.{i}"
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
@@ -122,128 +142,34 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if moe is not None and i in moe.layers:
             linear(f"{mlp}.gate", moe.num_experts, width)
             blocks = [f"{mlp}.experts.{e}" for e in range(moe.num_experts)]
-            inners = moe.intermediate_size
+            rows = moe.intermediate_size
         else:
-            blocks, inners = [mlp], inner
+            blocks, rows = [mlp], inner
         for block in blocks:
-            linear(f"{block}.gate_proj", inners, width, config.mlp_bias)
-            linear(f"{block}.up_proj", inners, width, config.mlp_bias)
-            linear(f"{block}.down_proj", width, inners, config.mlp_bias)
+            linear(f"{block}.gate_proj", rows, width, config.mlp_bias)
+            linear(f"{block}.up_proj", rows, width, config.mlp_bias)
+            linear(f"{block}.down_proj", width, rows, config.mlp_bias)
     shapes["model.norm.weight"] = (width,)
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, width)
-    return shapes
 
 
-_PREFIXES = (
-    ("language_model.model.", "model."),
-    ("model.language_model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("embed_tokens.", "model.embed_tokens."),
-    ("layers.", "model.layers."),
-    ("norm.", "model.norm."),
-)
-"""The last three: a decoder saved without its language-model wrapper."""
-
-_IGNORED = re.compile(
-    r"(.*\.)?rotary_emb\.inv_freq"
-    r"|(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*"
-    r"|(model\.)?(mtp|mtp_layers)\..*"
-)
-"""Tensors that a text decoder never reads: tables that the configuration determines,
-the vision half of a multimodal model, multi-token-prediction modules."""
-
-_MTP_LAYER = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
+def _gpt2(config: ModelConfig, linear: Callable, shapes: dict) -> None:
+    """GPT-2; query, key and value are one tensor there too."""
+    width, inner = config.hidden_size, config.intermediate_size
+    heads = config.num_heads * config.head_dim
+    groups = config.num_kv_heads * config.head_dim
+    linear("wte", config.vocab_size, width)
+    linear("wpe", config.max_positions, width)
+    for i in range(config.num_layers):
+        for norm in (f"h.{i}.ln_1", f"h.{i}.ln_2"):
+            shapes |= {f"{norm}.weight": (width,), f"{norm}.bias": (width,)}
+        linear(f"h.{i}.attn.c_attn", heads + 2 * groups, width, config.qkv_bias)
+        linear(f"h.{i}.attn.c_proj", width, heads, config.output_bias)
+        linear(f"h.{i}.mlp.c_fc", inner, width, config.mlp_bias)
+        linear(f"h.{i}.mlp.c_proj", width, inner, config.mlp_bias)
+    shapes |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
 
 
-def canonical_names(names) -> dict[str, str]:
-    """Maps canonical tensor names to the names in a file.
-
-    Raises:
-        CheckpointError: Two names in the file mean the same tensor.
-    """
-    canonical: dict[str, str] = {}
-    for name in names:
-        for old, new in _PREFIXES:
-            if name.startswith(old):
-                target = new + name[len(old) :]
-                break
-        else:
-            target = name
-        if target in canonical:
-            raise CheckpointError(
-                f"tensors {canonical[target]!r} and {name!r} are both {target!r}; "
-                "remove one of them from the checkpoint."
-            )
-        canonical[target] = name
-    return canonical
-
-
-def check_tensors(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> None:
-    """Compares a whole checkpoint with what its configuration needs.
-
-    Tensors that a text decoder never reads may be present: rotary tables, a head equal
-    to the embeddings by configuration, vision towers, multi-token-prediction modules.
-
-    Args:
-        config: What the model is.
-        tensors: Tensors under canonical names.
-
-    Raises:
-        CheckpointError: Lists all missing, unexpected and mis-shaped tensors.
-    """
-    found = shapes_of(tensors)
-    if config.num_layers > len(found):
-        # Said before listing them, which would take long if the number is damaged.
-        raise CheckpointError(
-            f"the configuration has {config.num_layers} layers, but there are only "
-            f"{len(found)} tensors; take config.json and the weights from the same "
-            "release."
-        )
-    expected = expected_tensors(config)
-    mtp = {int(m[1]) for m in map(_MTP_LAYER.fullmatch, found) if m is not None}
-
-    def is_ignored(name: str) -> bool:
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return (
-            _IGNORED.fullmatch(name) is not None
-            or (config.tie_embeddings and name == "lm_head.weight")
-            or (
-                layer is not None
-                and int(layer[1]) >= config.num_layers
-                and int(layer[1]) in mtp
-            )
-        )
-
-    missing = [name for name in expected if name not in found]
-    unexpected = [n for n in found if n not in expected and not is_ignored(n)]
-    wrong = [
-        f"{name}: has {list(found[name])}, needs {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and tuple(found[name]) != shape
-    ]
-    if not (missing or unexpected or wrong):
-        return
-    lines = ["the tensors do not fit the configuration:"]
-    for title, names in (
-        ("missing", missing),
-        ("unexpected", unexpected),
-        ("wrong shape", wrong),
-    ):
-        if names:
-            lines.append(f"  {title} ({len(names)}):")
-            lines += [f"    {name}" for name in names]
-    if "lm_head.weight" in missing:
-        lines.append(
-            "  The configuration says that the output head is not tied to the "
-            "embeddings (tie_word_embeddings is false, or absent where that means "
-            "false). If the model does share them, set tie_word_embeddings to true."
-        )
-    lines.append("  Take config.json and the weights from the same release.")
-    raise CheckpointError("\n".join(lines))
-
-
-def shapes_of(tensors: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+def shapes_of(tensors: Mapping) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor, without reading tensors that are lazy."""
     if isinstance(tensors, LazyTensors):
         return tensors.shapes
@@ -275,7 +201,12 @@ def check_finite(tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def as_dtype(name: str, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The tensor in this number format, after a look for NaN and infinities."""
+    """The tensor in this number format, after a look for NaN and infinities.
+
+    Vectors (gains of norms, biases) stay float32: they are no factor of a matmul.
+    """
+    if tensor.ndim == 1:
+        dtype = np.dtype(np.float32)
     converted = np.ascontiguousarray(tensor).astype(dtype, copy=False)
     check_finite({name: converted})
     return converted

@@ -24,60 +24,15 @@ from jaxdec.io.checkpoint import (
     CheckpointError,
     LazyTensors,
     as_dtype,
-    check_tensors,
-    expected_tensors,
 )
-from jaxdec.io.hf_config import config_from_hf
+from jaxdec.io.gguf_config import (
+    ROPE_FACTORS,
+    architecture_settings,
+    config_from_gguf,
+)
+from jaxdec.io.gguf_names import ARCHITECTURES, gguf_parts
+from jaxdec.io.names import split_tensors
 from jaxdec.io.tokenizer import Tokenizer
-from jaxdec.models.config import ModelConfig, RopeConfig
-
-_HAS_PERMUTED_ROWS = {"llama": True, "qwen2": False, "qwen3": False}
-"""Supported architectures."""
-
-_SETTINGS = {
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "context_length": "max_position_embeddings",
-    "block_count": "num_hidden_layers",
-}
-
-_READ_ELSEWHERE = frozenset(
-    """
-    vocab_size attention.key_length attention.value_length rope.dimension_count
-    rope.freq_base rope.scaling.type rope.scaling.factor
-    rope.scaling.original_context_length rope.scaling.attn_factor
-    rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.finetuned
-    rope.scale_linear
-    """.split()
-)
-
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_ROPE_FACTORS = "rope_freqs.weight"
-
-
-def _shortest(value: float) -> float:
-    """The shortest decimal that is this float32: 1e-05, not 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
 
 
 def _open(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -119,124 +74,6 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return fields, tensors
 
 
-def config_from_gguf(
-    fields: Mapping[str, Any],
-    *,
-    is_tied: bool,
-    vocab_size: int,
-    rope_factors: tuple[float, ...] = (),
-) -> ModelConfig:
-    """Translates GGUF metadata into the settings of ``config.json``, and reads those.
-
-    Args:
-        fields: Metadata as Python values.
-        is_tied: Whether the file has no output head.
-        vocab_size: Rows of the embedding matrix.
-        rope_factors: Values of the tensor ``rope_freqs.weight``, if there is one: how
-            GGUF stores the rotary scaling of Llama 3.
-    """
-    arch = fields.get("general.architecture")
-    if arch not in _HAS_PERMUTED_ROWS:
-        raise CheckpointError(
-            f"GGUF architecture {arch!r} is not supported; supported are "
-            f"{', '.join(_HAS_PERMUTED_ROWS)}."
-        )
-    settings = {
-        key[len(arch) + 1 :]: value
-        for key, value in fields.items()
-        if key.startswith(f"{arch}.")
-    }
-    unknown = {
-        key: value
-        for key, value in settings.items()
-        if key not in _SETTINGS and key not in _READ_ELSEWHERE
-        # Converters write 0 and False for what a model does not have.
-        if value not in (None, False, "", [])
-    }
-    if unknown:
-        pairs = ", ".join(f"{arch}.{key}={value!r}" for key, value in unknown.items())
-        raise CheckpointError(
-            f"the GGUF file has settings that this library does not know: {pairs}. "
-            "They might change what the model computes, so they are not ignored; use "
-            "the safetensors release of the model."
-        )
-    values: dict[str, Any] = {"model_type": arch, "tie_word_embeddings": is_tied}
-    values |= {new: settings[old] for old, new in _SETTINGS.items() if old in settings}
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        value = values.get(name)
-        if isinstance(value, list):
-            if len(set(value)) != 1:
-                raise CheckpointError(
-                    f"{name} differs between layers ({value}), which is not supported."
-                )
-            values[name] = value[0]
-    values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
-    values["rms_norm_eps"] = _shortest(values.get("rms_norm_eps", 1e-6))
-    values["vocab_size"] = vocab_size
-    rotary = settings.get("rope.dimension_count")
-    head_dim = settings.get("attention.key_length") or rotary
-    if head_dim is None:
-        head_dim = values["hidden_size"] // values["num_attention_heads"]
-    if settings.get("attention.value_length", head_dim) != head_dim or (
-        rotary is not None and rotary != head_dim
-    ):
-        raise CheckpointError(
-            f"keys are {head_dim} wide, values "
-            f"{settings.get('attention.value_length', head_dim)}, and {rotary} "
-            "dimensions are rotated; only models where all three agree are supported."
-        )
-    values["head_dim"] = head_dim
-    values["rope_theta"] = _shortest(settings.get("rope.freq_base", 10000.0))
-    values["rope_scaling"] = _rope_scaling(settings)
-    config = config_from_hf(values)
-    if not rope_factors:
-        return config
-    (rope,) = config.ropes
-    if rope.kind != "default" or len(rope_factors) != head_dim // 2:
-        raise CheckpointError(
-            f"{_ROPE_FACTORS} has {len(rope_factors)} values beside rope scaling "
-            f"{rope.kind!r}; only {head_dim // 2} values without other scaling are "
-            "supported."
-        )
-    rope = RopeConfig(theta=rope.theta, kind="factors", factors=rope_factors)
-    return ModelConfig(**{**vars(config), "ropes": (rope,)})
-
-
-def _rope_scaling(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    kind = settings.get("rope.scaling.type", "none")
-    if settings.get("rope.scale_linear", 1.0) not in (0.0, 1.0):
-        kind, factor = "linear", settings["rope.scale_linear"]
-    else:
-        factor = settings.get("rope.scaling.factor")
-    if settings.get("rope.scaling.attn_factor", 1.0) != 1.0:
-        raise CheckpointError(
-            "rope.scaling.attn_factor is set in the GGUF file, which is not supported; "
-            "use the safetensors release of the model."
-        )
-    if kind == "none":
-        return None
-    scaling = {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
-        for old, new in (
-            ("original_context_length", "original_max_position_embeddings"),
-            ("yarn_beta_fast", "beta_fast"),
-            ("yarn_beta_slow", "beta_slow"),
-        ):
-            scaling[new] = settings.get(f"rope.scaling.{old}")
-    return scaling
-
-
-def _canonical(name: str) -> str:
-    """The canonical name of a tensor; a name without translation stays as it is."""
-    stem, _, suffix = name.rpartition(".")
-    if stem in _NAMES:
-        return f"{_NAMES[stem]}.{suffix}"
-    parts = stem.split(".")
-    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
-        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{suffix}"
-    return name
-
-
 def restore_rows(tensor: np.ndarray, num_heads: int) -> np.ndarray:
     """Undoes the interleaving of a projection's rows (or of its bias).
 
@@ -248,11 +85,12 @@ def restore_rows(tensor: np.ndarray, num_heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
 
-def _dequantize(path: Path, tensor: Any) -> np.ndarray:
+def _dequantize(path: Path, tensor: Any, index: tuple = ()) -> np.ndarray:
+    """A tensor, or a piece of it along leading axes (blocks run along the last)."""
     import gguf
 
     try:
-        return gguf.dequantize(tensor.data, tensor.tensor_type)
+        return gguf.dequantize(tensor.data[index], tensor.tensor_type)
     except Exception as error:
         raise CheckpointError(
             f"tensor {tensor.name!r} of {path} has number format "
@@ -304,16 +142,12 @@ def load_gguf(path: str | Path, dtype: np.dtype) -> Checkpoint:
             f"{path} has no token_embd.weight; it is no text decoder."
         )
     factors: tuple[float, ...] = ()
-    if _ROPE_FACTORS in found:
-        values = _dequantize(path, found[_ROPE_FACTORS])
+    if ROPE_FACTORS in found:
+        values = _dequantize(path, found[ROPE_FACTORS])
         factors = tuple(float(factor) for factor in values.reshape(-1))
+    shapes = {n: tuple(int(d) for d in reversed(t.shape)) for n, t in found.items()}
     try:
-        config = config_from_gguf(
-            fields,
-            is_tied="output.weight" not in found,
-            vocab_size=int(embeddings.shape[-1]),
-            rope_factors=factors,
-        )
+        config = config_from_gguf(fields, shapes, factors)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (KeyError, TypeError, ValueError) as error:
@@ -321,29 +155,36 @@ def load_gguf(path: str | Path, dtype: np.dtype) -> Checkpoint:
             f"{path} has metadata that make no sense ({type(error).__name__}: "
             f"{error}); it is damaged, so fetch it again."
         ) from error
-    by_name = {_canonical(n): t for n, t in found.items() if n != _ROPE_FACTORS}
+    shapes.pop(ROPE_FACTORS, None)
+    arch = fields["general.architecture"]
     heads = {}
-    if _HAS_PERMUTED_ROWS[fields["general.architecture"]]:
+    if ARCHITECTURES[arch].has_permuted_rows:
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
 
     def read(name: str) -> np.ndarray:
-        tensor = _dequantize(path, by_name[name])
+        part = parts[name]
+        tensor = _dequantize(path, found[part.source], part.index)
         rows = heads.get(name.split(".")[-2])
         return tensor if rows is None else restore_rows(tensor, rows)
 
-    tensors = LazyTensors(
-        {n: tuple(int(d) for d in reversed(t.shape)) for n, t in by_name.items()}, read
-    )
     try:
-        check_tensors(config, tensors)
+        parts = gguf_parts(arch, config, shapes)
+        tensors, extra = split_tensors(
+            config,
+            LazyTensors({n: p.shape(shapes[p.source]) for n, p in parts.items()}, read),
+        )
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+
+    def converted(name: str, tensor: np.ndarray) -> np.ndarray:
+        return as_dtype(name, tensor, dtype)
+
     formats = Counter(tensor.tensor_type.name for tensor in found.values())
     return Checkpoint(
         config=config,
-        tensors=tensors.select(
-            expected_tensors(config), lambda name, x: as_dtype(name, x, dtype)
-        ),
+        tensors=tensors.select(tensors, converted),
+        extra=extra.select(extra, converted),
+        settings=architecture_settings(fields),
         tokenizer=_tokenizer(path, fields),
         stop_tokens=gguf_tokenizer.stop_tokens(fields),
         source=str(path),

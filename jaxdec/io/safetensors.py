@@ -6,6 +6,7 @@ files that the index names must be there before anything is read.
 
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,16 @@ from jaxdec.io.checkpoint import (
     CheckpointError,
     LazyTensors,
     as_dtype,
-    canonical_names,
-    check_tensors,
-    expected_tensors,
 )
 from jaxdec.io.hf_config import config_from_hf, stop_tokens_from_hf
+from jaxdec.io.names import canonical_parts, split_tensors
 from jaxdec.io.tokenizer import Tokenizer
 
 _DTYPES = ("F32", "F16", "BF16", "F64")
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_ADDS_ONE = ("gemma3",)
+"""Families whose files hold w where the norm multiplies by 1 + w."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -75,12 +76,16 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
     )
 
 
-def open_tensors(folder: str | Path) -> LazyTensors:
-    """All tensors of a folder under canonical names, none of them read yet.
+def open_stored(folder: str | Path, dtypes: Collection[str] = _DTYPES) -> LazyTensors:
+    """All tensors of a folder under the names in its files, none of them read yet.
+
+    Args:
+        folder: with ``model.safetensors``, or shards and their index.
+        dtypes: number formats that may be read.
 
     Raises:
         CheckpointError: A file is absent or damaged, a tensor that the index names is
-            not in its file, or a number format is not supported.
+            not in its file; when it is read, a number format that is not supported.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -106,21 +111,41 @@ def open_tensors(folder: str | Path) -> LazyTensors:
             shapes[name] = tuple(part.get_shape())
             # An unsupported format matters only where a tensor is read.
             handles[name] = (handle, part.get_dtype(), path)
-    canonical = canonical_names(shapes)
 
     def read(name: str) -> np.ndarray:
-        handle, dtype, path = handles[canonical[name]]
-        if dtype not in _DTYPES:
+        handle, dtype, path = handles[name]
+        if dtype not in dtypes:
             raise CheckpointError(
-                f"tensor {canonical[name]!r} in {path} has number format {dtype}; only "
-                f"{', '.join(_DTYPES)} are read. Use an unquantised release."
+                f"tensor {name!r} in {path} has number format {dtype}; only "
+                f"{', '.join(dtypes)} are read. Use an unquantised release."
             )
-        return handle.get_tensor(canonical[name])
+        return handle.get_tensor(name)
 
-    return LazyTensors({new: shapes[old] for new, old in canonical.items()}, read)
+    return LazyTensors(shapes, read)
 
 
-def _folder_hash(folder: Path) -> str:
+def open_tensors(folder: str | Path) -> LazyTensors:
+    """All tensors of a folder under canonical names, none of them read yet.
+
+    Raises:
+        CheckpointError: As `open_stored`; or two names mean the same tensor.
+    """
+    stored = open_stored(folder)
+    parts = canonical_parts(stored.shapes)
+
+    def read(name: str) -> np.ndarray:
+        part = parts[name]
+        tensor = stored[part.source]
+        tensor = tensor[part.index] if part.index else tensor
+        return tensor.T if part.is_transposed else tensor
+
+    return LazyTensors(
+        {name: part.shape(stored.shapes[part.source]) for name, part in parts.items()},
+        read,
+    )
+
+
+def folder_hash(folder: Path) -> str:
     """Names the weights of a folder without reading them all.
 
     The hash covers ``config.json``, and of each file its size, its header (names,
@@ -153,7 +178,7 @@ def load_folder(folder: str | Path, dtype: np.dtype) -> Checkpoint:
     config = config_from_hf(values)
     tensors = open_tensors(folder)
     try:
-        check_tensors(config, tensors)
+        tensors, extra = split_tensors(config, tensors)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     generation_file = folder / "generation_config.json"
@@ -167,15 +192,21 @@ def load_folder(folder: str | Path, dtype: np.dtype) -> Checkpoint:
     stops = stop_tokens_from_hf(generation, values)
     if not stops and tokenizer is not None and tokenizer.eos_id is not None:
         stops = (tokenizer.eos_id,)
+
+    def converted(name: str, tensor: np.ndarray) -> np.ndarray:
+        if config.family in _ADDS_ONE and name.endswith("norm.weight"):
+            tensor = tensor.astype(np.float32) + 1
+        return as_dtype(name, tensor, dtype)
+
     return Checkpoint(
         config=config,
-        tensors=tensors.select(
-            expected_tensors(config), lambda name, x: as_dtype(name, x, dtype)
-        ),
+        tensors=tensors.select(tensors, converted),
+        extra=extra.select(extra, lambda name, x: as_dtype(name, x, dtype)),
+        settings=values,
         tokenizer=tokenizer,
         stop_tokens=stops,
         source=str(folder),
-        content_hash=_folder_hash(folder),
+        content_hash=folder_hash(folder),
         format="safetensors",
         metadata={
             "model_type": values.get("model_type"),

@@ -70,6 +70,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     attention_scale: float | None = None
     """None is head_dim ** -0.5."""
+    is_scaled_by_layer: bool = False
+    """Whether layer i divides its attention scale by i + 1 (GPT-2)."""
     learned_positions: bool = False
     ropes: tuple[RopeConfig, ...] = (RopeConfig(),)
     layer_rope: tuple[int, ...] = ()

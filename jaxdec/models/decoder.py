@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxdec.cache import init_kv_cache
 from jaxdec.models.config import ModelConfig
-from jaxdec.models.layers import Block, Linear, Norm, matmul
+from jaxdec.models.layers import Block, Held, Linear, Norm, matmul
 from jaxdec.models.rope import rotation
 from jaxdec.types import Model, Output, Params
 
@@ -61,29 +61,64 @@ class Decoder(nnx.Module):
         return logits if cap is None else jnp.tanh(logits / cap) * cap
 
     def __call__(self, cache, tokens, position, mask, taps):
+        """Writes the tokens to the cache's tail, and reads it."""
+        keys, values = list(cache.keys), list(cache.values)
+
+        def apply(i, layer, x, rotations):
+            x, keys[i], values[i] = layer(
+                x, rotations, keys[i], values[i], cache.length, position, mask
+            )
+            return x
+
+        output = self._run(tokens, position, taps, apply)
+        return cache.replace(keys=tuple(keys), values=tuple(values)), output
+
+    def read(self, cache, tokens, position, mask, taps):
+        """The same without writing: returns what the tail would hold."""
+        num = tokens.shape[1]
+        if mask is None:
+            mask = jnp.tril(jnp.ones((num, num), bool))
+            mask = jnp.broadcast_to(mask[None], (tokens.shape[0], num, num))
+        rows = []
+
+        def apply(i, layer, x, rotations):
+            cached = cache.keys[i], cache.values[i]
+            shape = (*cached[0].shape[:2], num, cached[0].shape[3])
+            empty = jnp.zeros(shape, cached[0].dtype)
+            held = Held(
+                keys=empty,
+                values=empty,
+                start=jnp.int32(0),
+                position=position,
+                mask=mask,
+            )
+            x, row = layer.read(x, rotations, cached, cache.length, position, held)
+            rows.append(row)
+            return x
+
+        output = self._run(tokens, position, taps, apply)
+        return tuple(rows), output
+
+    def _run(self, tokens, position, taps, apply):
         config = self.config
         rotations = [None]
         if not config.learned_positions:
             rotations = [rotation(r, config.head_dim, position) for r in config.ropes]
         x = self.embed(tokens, position)
         kept = {0: x}
-        keys, values = list(cache.keys), list(cache.values)
         for i, layer in enumerate(self.layers):
             which = config.layer_rope[i] if config.layer_rope else 0
-            x, keys[i], values[i] = layer(
-                x, rotations[which], keys[i], values[i], cache.length, position, mask
-            )
+            x = apply(i, layer, x, rotations[which])
             kept[i + 1] = x
         normed = self.norm(x)
         kept[len(self.layers) + 1] = normed
         empty = jnp.zeros((*tokens.shape, 0), jnp.float32)
-        output = Output(
+        return Output(
             logits=self.logits(normed),
             features=jnp.concatenate([empty, *(kept[t] for t in taps)], axis=-1),
             hidden=x,
             normed_hidden=normed,
         )
-        return cache.replace(keys=tuple(keys), values=tuple(values)), output
 
 
 @functools.cache
@@ -169,7 +204,8 @@ def make_model(
             jnp.dtype(cache_dtype),
         )
 
-    def forward(params, cache, tokens, position, mask):
+    def prepare(params, tokens, position, mask):
+        """The module with its arrays, and the tokens padded to a class of rows."""
         batch, num = tokens.shape
         extra = max(0, -(-min_rows // batch) - num)
         if extra:
@@ -183,12 +219,25 @@ def make_model(
         module = nnx.merge(graph, state)
         if depth != total:
             module.layers = nnx.List(list(module.layers)[:depth])
-        cache, output = module(cache, tokens, position, mask, taps)
+        return module, (tokens, position, mask)
+
+    def forward(params, cache, tokens, position, mask):
+        num = tokens.shape[1]
+        module, inputs = prepare(params, tokens, position, mask)
+        cache, output = module(cache, *inputs, taps)
         return cache, jax.tree.map(lambda x: x[:, :num], output)
+
+    def read(params, cache, tokens, position, mask):
+        num = tokens.shape[1]
+        module, inputs = prepare(params, tokens, position, mask)
+        rows, output = module.read(cache, *inputs, taps)
+        rows = jax.tree.map(lambda x: x[:, :, :num], rows)
+        return rows, jax.tree.map(lambda x: x[:, :num], output)
 
     return Model(
         init_cache=init_cache,
         forward=forward,
+        read=read,
         vocab_size=config.vocab_size,
         max_positions=config.max_positions,
         num_features=len(taps) * config.hidden_size,

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxdec.cache import write_tail
 from jaxdec.models.attention import attend, attend_beside
 from jaxdec.models.config import ModelConfig
+from jaxdec.models.moe import apply_experts, route
 from jaxdec.models.rope import rotate
 
 ACTIVATIONS = {
@@ -104,6 +105,46 @@ class Mlp(nnx.Module):
         return self.down(act(y))
 
 
+class Mixture(nnx.Module):
+    """A mixture of gated MLPs, of which a router chooses a few for every token."""
+
+    def __init__(self, config: ModelConfig, *, dtype, out_first, rngs):
+        moe, width = config.moe, config.hidden_size
+        self.config = moe
+        self.activation = config.activation
+        self.out_first = out_first
+        kw = dict(dtype=dtype, out_first=out_first, rngs=rngs)
+        self.router = Linear(width, moe.num_experts, bias=False, **kw)
+
+        def matrices(num_in, num_out):
+            shape = (num_out, num_in) if out_first else (num_in, num_out)
+            shape = (moe.num_experts, *shape)
+            weight = jax.random.normal(rngs.params(), shape, jnp.float32)
+            return nnx.Param((weight * num_in**-0.5).astype(dtype))
+
+        self.up = matrices(width, 2 * moe.intermediate_size)
+        self.down = matrices(moe.intermediate_size, width)
+
+    def __call__(self, x):
+        act = ACTIVATIONS[self.activation]
+
+        def of_expert(weights, expert):
+            return jax.lax.dynamic_index_in_dim(weights[...], expert, keepdims=False)
+
+        def expert_fn(rows, expert):
+            y = matmul(rows, of_expert(self.up, expert), out_first=self.out_first)
+            gate, up = jnp.split(y, 2, axis=-1)
+            down = of_expert(self.down, expert)
+            return matmul(act(gate) * up, down, out_first=self.out_first)
+
+        rows = x.reshape(-1, x.shape[-1])
+        chosen, weights = route(self.router(rows), self.config)
+        num_experts = self.config.num_experts
+        return apply_experts(rows, chosen, weights, num_experts, expert_fn).reshape(
+            x.shape
+        )
+
+
 class Attention(nnx.Module):
     """Grouped-query attention over one layer's cache.
 
@@ -118,6 +159,8 @@ class Attention(nnx.Module):
         self.shape = (heads, groups, width)
         scale = config.attention_scale
         self.scale = float(width**-0.5 if scale is None else scale)
+        if config.is_scaled_by_layer:
+            self.scale /= layer + 1
         self.window = config.layer_windows[layer] if config.layer_windows else None
         kw = dict(dtype=dtype, out_first=out_first, rngs=rngs)
         fan_out = (heads + 2 * groups) * width
@@ -227,7 +270,8 @@ class Block(nnx.Module):
             return Norm(config.hidden_size, eps=config.norm_eps, kind=config.norm)
 
         self.attention = Attention(config, layer, **kw)
-        self.mlp = Mlp(config, **kw)
+        is_mixture = config.moe is not None and layer in config.moe.layers
+        self.mlp = (Mixture if is_mixture else Mlp)(config, **kw)
         self.attention_norm, self.mlp_norm = norm(), norm()
         self.attention_out_norm = norm() if config.sandwich_norms else None
         self.mlp_out_norm = norm() if config.sandwich_norms else None

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import toy
 
+import jaxdec
 from jaxdec.models.decoder import make_model
 
 
@@ -18,6 +19,17 @@ class Read(NamedTuple):
     taps: np.ndarray
     """``[N + 1, T, E]``."""
     normed_hidden: np.ndarray
+
+
+@functools.cache
+def load(path):
+    return jaxdec.load(path, dtype="float32")
+
+
+def prompts_of(expected):
+    """The prompts of a case, however many."""
+    numbers = range(len(expected))
+    return [expected[f"prompt_{i}"] for i in numbers if f"prompt_{i}" in expected]
 
 
 @functools.cache

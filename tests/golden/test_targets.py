@@ -1,25 +1,9 @@
 """Target models against the published implementations: every option of every family."""
 
-import functools
-
 import pytest
-from reading import continue_greedily, read_prompts
+from reading import continue_greedily, load, prompts_of, read_prompts
 
 import jaxdec
-
-
-@functools.cache
-def load(folder):
-    return jaxdec.load(folder, dtype="float32")
-
-
-def prompts_of(expected):
-    """The prompts of a case, however many."""
-    return [
-        expected[f"prompt_{i}"]
-        for i in range(len(expected))
-        if f"prompt_{i}" in expected
-    ]
 
 
 @pytest.mark.golden("target")

@@ -160,6 +160,159 @@ def test_errors_say_what_is_wrong(change, message):
 def test_multimodal_wrapper():
     values = {"model_type": "llava", "text_config": LLAMA, "vision_config": {"a": 1}}
     assert config_from_hf(values) == config_from_hf(LLAMA)
+    with pytest.raises(CheckpointError, match="quantised"):
+        config_from_hf(values | {"quantization_config": {"bits": 4}})
+
+
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+}
+
+
+def test_defaults_of_gemma3():
+    config = config_from_hf(GEMMA3)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert config.tie_embeddings and config.qk_norm and config.sandwich_norms
+    assert config.attention_scale == 256**-0.5 and config.embedding_scale == 32**0.5
+    assert config.activation == "gelu_tanh" and config.max_positions == 131072
+    assert [rope.theta for rope in config.ropes] == [1e6, 1e4]
+    assert config.layer_rope == (1, 1, 1, 1, 1, 0, 1, 1)
+    assert config.layer_windows == (*[4096] * 5, None, 4096, 4096)
+    # Without a window the layers keep their own ropes.
+    none = config_from_hf(GEMMA3 | {"sliding_window": None})
+    assert none.layer_windows == () and none.layer_rope == config.layer_rope
+
+
+def test_two_ropes_in_both_spellings():
+    old = {
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    full = old["rope_scaling"] | {"rope_theta": 5e5}
+    nested = {
+        "full_attention": full,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    config = config_from_hf(GEMMA3 | old)
+    assert config == config_from_hf(GEMMA3 | {"rope_parameters": nested})
+    assert config.ropes == (
+        RopeConfig(theta=5e5, kind="linear", factor=8.0),
+        RopeConfig(theta=2e4),
+    )
+    for wrong, message in (
+        ({"rope_parameters": nested, "rope_local_base_freq": 1e4}, "rope_theta is"),
+        ({"rope_parameters": nested | {"linear_attention": {"a": 1}}}, "linear_att"),
+        (old | {"rope_parameters": nested | {"full_attention": {}}}, "disagree"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            config_from_hf(GEMMA3 | wrong)
+    with pytest.raises(CheckpointError, match="per kind of layer"):
+        values = {k: v for k, v in LLAMA.items() if k != "rope_theta"}
+        config_from_hf(values | {"rope_parameters": nested})
+
+
+def test_patterns_of_windows():
+    kinds = ["sliding_attention", "full_attention"] * 4
+    by_name = config_from_hf(GEMMA3 | {"layer_types": kinds, "sliding_window": 9})
+    for name in ("sliding_window_pattern", "_sliding_window_pattern"):
+        pattern = GEMMA3 | {name: 2, "sliding_window": 9}
+        assert config_from_hf(pattern) == by_name
+    both = {"sliding_window_pattern": 2, "_sliding_window_pattern": 3}
+    with pytest.raises(CheckpointError, match="keep one"):
+        config_from_hf(GEMMA3 | both)
+    with pytest.raises(CheckpointError, match="attn_logit_softcapping=50"):
+        config_from_hf(GEMMA3 | {"attn_logit_softcapping": 50.0})
+    with pytest.raises(CheckpointError, match="use_bidirectional_attention"):
+        config_from_hf(GEMMA3 | {"use_bidirectional_attention": True})
+    with pytest.raises(CheckpointError, match="no sliding window is set"):
+        config_from_hf(LLAMA | {"layer_types": ["sliding_attention"] * 2})
+
+
+def test_gpt2():
+    config = config_from_hf({"model_type": "gpt2"})
+    assert (config.hidden_size, config.num_layers, config.num_heads) == (768, 12, 12)
+    assert (config.intermediate_size, config.max_positions) == (3072, 1024)
+    assert config.vocab_size == 50257 and config.tie_embeddings
+    assert config.norm == "layer" and config.norm_eps == 1e-5
+    assert not config.is_scaled_by_layer and config.attention_scale is None
+    older = {"model_type": "gpt2", "n_positions": 64, "n_ctx": 64, "n_inner": None}
+    assert config_from_hf(older).max_positions == 64
+    for wrong, message in (
+        ({"n_positions": 64, "n_ctx": 32}, "n_positions=64 and n_ctx=32"),
+        ({"add_cross_attention": True}, "add_cross_attention"),
+        ({"activation_function": "tanh"}, "'tanh' is not supported"),
+        ({"n_head": 7}, "not a multiple"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            config_from_hf({"model_type": "gpt2"} | wrong)
+
+
+QWEN3_MOE = LLAMA | {
+    "model_type": "qwen3_moe",
+    "architectures": None,
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+
+
+def test_mixtures():
+    config = config_from_hf(QWEN3_MOE)
+    assert config.moe == MoeConfig(
+        num_experts=8,
+        num_experts_per_token=2,
+        intermediate_size=24,
+        norm_topk_prob=False,
+        layers=(0, 1, 2, 3),
+    )
+    assert config.head_dim == 16 and config.qk_norm and not config.qkv_bias
+    newer = {k: v for k, v in QWEN3_MOE.items() if k != "num_experts"}
+    assert config_from_hf(newer | {"num_local_experts": 8}) == config
+    some = QWEN3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert config_from_hf(some).moe.layers == (1,)
+    none = QWEN3_MOE | {"decoder_sparse_step": 9}
+    assert config_from_hf(none).moe is None
+    window = QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 8}
+    assert config_from_hf(window).layer_windows == (8,) * 4
+    for wrong, message in (
+        ({"num_local_experts": 9}, "num_experts=8 and num_local_experts=9"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 of num_experts=8"),
+        ({"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size"),
+        (
+            {"use_sliding_window": True, "max_window_layers": 2},
+            "max_window_layers to null",
+        ),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            config_from_hf(QWEN3_MOE | wrong)
+
+
+def test_mimo_is_a_qwen2_with_a_head_width():
+    values = LLAMA | {"architectures": None, "head_dim": 24}
+    mimo = {"model_type": "mimo", "attention_bias": True, "num_nextn_predict_layers": 1}
+    config = config_from_hf(values | mimo)
+    assert config.qkv_bias and not config.output_bias and config.head_dim == 24
+    with pytest.raises(CheckpointError, match="always have a bias"):
+        config_from_hf(values | mimo | {"attention_bias": False})
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("deepseek_v3", "latent"),
+        ("qwen3_next", "linear attention"),
+        ("qwen3_5_text", "linear attention"),
+    ],
+)
+def test_families_that_must_wait_are_refused_by_name(kind, why):
+    with pytest.raises(CheckpointError, match=f"'{kind}' is not supported: .*{why}"):
+        config_from_hf({"model_type": "wrapper", "text_config": {"model_type": kind}})
 
 
 def test_stop_tokens():

@@ -15,9 +15,9 @@ from jaxdec.io.cache import load_checkpoint
 from jaxdec.io.checkpoint import (
     CheckpointError,
     check_finite,
-    check_tensors,
     expected_tensors,
 )
+from jaxdec.io.names import check_tensors
 from jaxdec.io.safetensors import load_folder, open_tensors
 
 
@@ -101,6 +101,31 @@ def test_ignored_tensors(tmp_path, llama):
     assert set(extra) <= set(open_tensors(folder))
 
 
+def test_mtp_modules_are_handed_on(tmp_path, llama):
+    """Whatever their names; unread, and never mistaken for a layer too many."""
+    values, config, tensors = llama
+    modules = {
+        "mtp.fc.weight": np.full((2, 4), 0.5, np.float32),
+        "model.mtp_layers.0.input_proj.weight": np.ones((2, 4), np.float32),
+        "model.layers.2.eh_proj.weight": np.ones((2, 4), np.float32),
+        "model.layers.2.mlp.up_proj.weight": np.ones((2, 4), np.float32),
+        "model.layers.3.shared_head.norm.weight": np.ones(2, np.float32),
+    }
+    broken = {"mtp.norm.weight": np.ones(2, np.int8)}
+    values["num_nextn_predict_layers"] = 2
+    folder = write_folder(tmp_path, values, tensors | modules | broken)
+    found = load_checkpoint(folder, "bfloat16")
+    assert set(found.extra) == set(modules | broken)
+    assert found.extra["mtp.fc.weight"].dtype == ml_dtypes.bfloat16
+    assert float(found.extra["mtp.fc.weight"][0, 0]) == 0.5
+    assert found.settings["num_nextn_predict_layers"] == 2
+    with pytest.raises(CheckpointError, match="number format I8"):
+        found.extra["mtp.norm.weight"]
+    with pytest.raises(CheckpointError, match="layers.3.mlp.up_proj.weight"):
+        strange = {"model.layers.3.mlp.up_proj.weight": np.ones((2, 4), np.float32)}
+        check_tensors(config, tensors | strange)
+
+
 def test_all_problems_in_one_message(llama):
     _, config, tensors = llama
     del tensors["model.norm.weight"]
@@ -180,7 +205,8 @@ def test_number_formats(tmp_path, llama, stored, wanted):
     kept = {name: tensor.astype(stored) for name, tensor in tensors.items()}
     found = load_checkpoint(write_folder(tmp_path, values, kept), wanted)
     for name, tensor in found.tensors.items():
-        assert tensor.dtype.name == wanted
+        # Gains of norms and biases are no factors of a matmul.
+        assert tensor.dtype.name == (wanted if tensor.ndim > 1 else "float32")
         np.testing.assert_array_equal(tensor, kept[name].astype(tensor.dtype))
 
 
