@@ -53,7 +53,8 @@ def share_with_target(
     if "head" in own and _is_copy(own["head"], head):
         del own["head"]
     elif "head" not in own and "vocabulary" in own:
-        own["head"] = jnp.take(head, own["vocabulary"]["target_ids"], axis=0)
+        ids = own["vocabulary"]["target_ids"]
+        own["head"] = jnp.take(_near(head, ids), ids, axis=0)
     config = dataclasses.replace(
         config, own_embedding="embedding" in own, own_head="head" in own
     )
@@ -62,4 +63,11 @@ def share_with_target(
 
 def _is_copy(x: jax.Array, y: jax.Array) -> bool:
     is_alike = x.shape == y.shape and x.dtype == y.dtype
-    return is_alike and bool(jnp.array_equal(x, y))
+    return is_alike and bool(jnp.array_equal(x, _near(y, x)))
+
+
+def _near(x: jax.Array, other: jax.Array) -> jax.Array:
+    """An array where `other` is: a target's may be spread over a mesh."""
+    if x.sharding.device_set == other.sharding.device_set:
+        return x
+    return jnp.asarray(np.asarray(x))
