@@ -99,7 +99,9 @@ def find_format(
             return _PARALLEL
         is_descendant = architecture == "LlamaForCausalLMEagle3"
         return _SPECFORGE if is_descendant or "eagle_config" in values else _ORIGINAL_3
-    if isinstance(width, int) and shapes.get("fc.weight") == (width, 2 * width):
+    # Block drafters with two taps have such a matrix too, and norms besides.
+    joins_two = isinstance(width, int) and shapes.get("fc.weight") == (width, 2 * width)
+    if joins_two and not {"norm.weight", "hidden_norm.weight"} & set(shapes):
         return _ORIGINAL_1
     if _has_bare_layer(shapes):
         return _ORIGINAL_1
