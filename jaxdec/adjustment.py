@@ -10,8 +10,6 @@ Order: bias, repetition penalty (prompt and output), presence and frequency pena
 arXiv 1909.05858; presence and frequency penalty are those of the OpenAI API.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -47,15 +45,6 @@ class Nodes:
             depth=self.depth[:, :num],
             is_chain=self.is_chain,
         )
-
-
-class Vocabulary(NamedTuple):
-    """The part of the target's vocabulary that a drafter can say."""
-
-    token_ids: Int[Array, "W"]
-    """The target's ids of its W tokens, increasing."""
-    size: int
-    """V, of the target."""
 
 
 def chain_nodes(
@@ -140,40 +129,6 @@ def adjust(
     if processor is None:
         return logits
     return _processed(processor, sequences, nodes, logits)
-
-
-def adjust_among(
-    sequences: Sequences,
-    nodes: Nodes,
-    logits: Float[Array, "B T W"],
-    processor: LogitsProcessor | None,
-    vocabulary: Vocabulary | None,
-) -> Float[Array, "B T W"]:
-    """`adjust` for logits over a part of the vocabulary, or (None) over all of it.
-
-    Nothing is V wide unless some row asks for an adjustment.
-    """
-    if vocabulary is None:
-        return adjust(sequences, nodes, logits, processor)
-
-    def adjusted():
-        wide = adjust(sequences, nodes, spread(logits, vocabulary), processor)
-        return jnp.take(wide, vocabulary.token_ids, axis=-1)
-
-    if processor is not None:
-        return adjusted()
-    return lax.cond(needs_adjustment(sequences.sampling), adjusted, lambda: logits)
-
-
-def spread(
-    values: Float[Array, "B T W"], vocabulary: Vocabulary | None
-) -> Float[Array, "B T V"]:
-    """Logits or log-probabilities over all V tokens; -inf for those not among the W."""
-    if vocabulary is None:
-        return values
-    shape = (*values.shape[:2], vocabulary.size)
-    wide = jnp.full(shape, -jnp.inf, values.dtype)
-    return wide.at[:, :, vocabulary.token_ids].set(values)
 
 
 def _needs_penalties(sampling: SamplingParams) -> Bool[Array, ""]:

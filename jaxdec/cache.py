@@ -106,23 +106,11 @@ def write_tail(
     return jax.vmap(write)(buffer, rows, length)
 
 
-def read_tail(
-    buffer: Float[Array, "B G S D"], length: Int[Array, "B"], num: int
-) -> Float[Array, "B G num D"]:
-    """The `num` entries a row that start at `length`."""
-    _, heads, _, width = buffer.shape
-    zero = jnp.int32(0)
-    rows = [
-        jax.lax.dynamic_slice(
-            buffer, (jnp.int32(row), zero, length[row], zero), (1, heads, num, width)
-        )
-        for row in range(buffer.shape[0])
-    ]
-    return jnp.concatenate(rows, axis=0)
-
-
 def _compact(buffer, path, length):
-    """Moves the tail entries of `path` to the front of the tail."""
-    tail = read_tail(buffer, length, path.shape[1])
-    moved = jnp.take_along_axis(tail, path[:, None, :, None], axis=2)
+    """Moves the tail entries of `path` to the front of the tail.
+
+    A path may be shorter than the tail it leads through.
+    """
+    slot = (length[:, None] + path)[:, None, :, None]
+    moved = jnp.take_along_axis(buffer, slot, axis=2, mode="clip")
     return write_tail(buffer, moved, length)

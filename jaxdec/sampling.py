@@ -26,18 +26,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from jaxdec.adjustment import (
-    Nodes,
-    Vocabulary,
-    adjust,
-    adjust_among,
-    chain_nodes,
-    draft_nodes,
-    needs_adjustment,
-    spread,
-)
+from jaxdec.adjustment import Nodes, adjust, chain_nodes, draft_nodes, needs_adjustment
 from jaxdec.sampling_params import make_sampling_params
-from jaxdec.types import Judgement, LogitsProcessor, SamplingParams, Sequences
+from jaxdec.types import (
+    Judgement,
+    LogitsProcessor,
+    SamplingParams,
+    Sequences,
+    Vocabulary,
+)
 
 __all__ = [
     "ACCEPT",
@@ -45,10 +42,8 @@ __all__ = [
     "RESIDUAL",
     "TARGET",
     "Nodes",
-    "Vocabulary",
     "adjust",
     "chain_nodes",
-    "draft_draw",
     "draft_nodes",
     "draft_sample",
     "first_max",
@@ -58,8 +53,8 @@ __all__ = [
     "log_probs",
     "make_sampling_params",
     "needs_adjustment",
+    "perturbed",
     "position_key",
-    "spread",
     "token_logprobs",
 ]
 
@@ -194,12 +189,11 @@ def draft_sample(
     *,
     coupled: bool,
     processor: LogitsProcessor | None = None,
-    vocabulary: Vocabulary | None = None,
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
     """A drafter's own sample after every node. Greedy rows take the largest logit.
 
-    With a reduced vocabulary it is as if the other tokens had a logit of -inf; nothing
-    of width V is computed where no row samples, and none has penalties.
+    A drafter with a reduced vocabulary scatters its logits to V, -inf elsewhere: then
+    a token has the same noise in both vocabularies.
 
     Args:
         sequences: The committed tokens, keys and sampling parameters.
@@ -210,56 +204,57 @@ def draft_sample(
             logits is then always right, unless the target filters. False for the rule
             `rejection`: independent noise, all filters.
         processor: The caller's own processor, as in `judge`.
-        vocabulary: Of the logits, if they are not over all V tokens.
 
     Returns:
-        Tokens of the target's vocabulary; and, if not coupled, the very distribution
-        they were drawn from, over the logits' own (`spread` widens it).
+        Tokens; and, if not coupled, the very distribution they were drawn from.
     """
-    adjusted = adjust_among(sequences, nodes, logits, processor, vocabulary)
-    return draft_draw(
-        sequences, nodes, adjusted, coupled=coupled, vocabulary=vocabulary
-    )
-
-
-def draft_draw(
-    sequences: Sequences,
-    nodes: Nodes,
-    adjusted: Float[Array, "B T V"],
-    *,
-    coupled: bool,
-    vocabulary: Vocabulary | None = None,
-) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
-    """`draft_sample` for logits that are adjusted already, or that need not be."""
     sampling = sequences.sampling
+    adjusted = adjust(sequences, nodes, logits, processor)
     greedy, peak = first_max(adjusted)
     vocab_size = adjusted.shape[-1]
     is_sampled = _is_sampled(sampling)[:, None]
 
-    def noise_of(stream):
-        if vocabulary is None:
-            return _node_noise(sequences, nodes, vocab_size, stream)
-        wide = _node_noise(sequences, nodes, vocabulary.size, stream)
-        return jnp.take(wide, vocabulary.token_ids, axis=-1)
-
     def draw_coupled():
         unnormalised = -_distance(sampling, adjusted)
-        noise = noise_of(TARGET)
+        noise = _node_noise(sequences, nodes, vocab_size, TARGET)
         return jnp.where(is_sampled, first_max(unnormalised + noise)[0], greedy)
 
     def draw():
         unnormalised = _filtered(sampling, adjusted)
         probs = _normalised(sampling, unnormalised, greedy, jnp.isfinite(peak))
-        return first_max(probs + noise_of(DRAFT))[0], probs
+        noise = _node_noise(sequences, nodes, vocab_size, DRAFT)
+        return first_max(probs + noise)[0], probs
 
-    probs = None
     if coupled:
-        tokens = lax.cond(jnp.any(is_sampled), draw_coupled, lambda: greedy)
-    else:
-        tokens, probs = lax.cond(
-            jnp.any(is_sampled), draw, lambda: (greedy, _point_mass(greedy, vocab_size))
-        )
-    return tokens if vocabulary is None else vocabulary.token_ids[tokens], probs
+        return lax.cond(jnp.any(is_sampled), draw_coupled, lambda: greedy), None
+    return lax.cond(
+        jnp.any(is_sampled), draw, lambda: (greedy, _point_mass(greedy, vocab_size))
+    )
+
+
+def perturbed(
+    sequences: Sequences,
+    nodes: Nodes,
+    adjusted: Float[Array, "B T W"],
+    vocabulary: Vocabulary | None = None,
+) -> Float[Array, "B T W"]:
+    """What a drafter that shares the target's noise takes the largest of.
+
+    Args:
+        sequences: The committed tokens, keys and sampling parameters.
+        nodes: The T nodes; or one, whose position's noise serves them all.
+        adjusted: The drafter's logits, adjusted.
+        vocabulary: Which tokens they are of; None is all.
+
+    Returns:
+        Logits after temperature plus noise; a greedy row's as they are.
+    """
+    wide = adjusted if vocabulary is None else vocabulary.draft_index
+    noise = _node_noise(sequences, nodes, wide.shape[-1], TARGET)
+    if vocabulary is not None:
+        noise = jnp.take(noise, vocabulary.target_ids, axis=-1, mode="clip")
+    drawn = noise - _distance(sequences.sampling, adjusted)
+    return jnp.where(_is_sampled(sequences.sampling)[:, None, None], drawn, adjusted)
 
 
 def log_probs(

@@ -117,8 +117,18 @@ def keep_best(
     on_path = ancestors(parents)[1:, 1:]
     path_score = jnp.min(jnp.where(on_path, scores[None, :], jnp.inf), axis=-1)
     _, best = jax.lax.top_k(path_score, num_kept)
+    return keep(best, parents)
+
+
+def keep(
+    best: Int[Array, "n"], parents: Int[Array, "K"]
+) -> tuple[Int[Array, "n"], Int[Array, "n"]]:
+    """Prunes a tree to these draft tokens, given in any order; see `keep_best`.
+
+    The parent of a token kept must be the root, or be kept too.
+    """
     kept = jnp.sort(best)
-    is_kept = jnp.zeros(num_draft, bool).at[kept].set(True)
+    is_kept = jnp.zeros(parents.shape[0], bool).at[kept].set(True)
     # Node p of the old tree becomes node "kept tokens up to and including p".
     new_node = jnp.concatenate(
         [jnp.zeros(1, jnp.int32), jnp.cumsum(is_kept, dtype=jnp.int32)]

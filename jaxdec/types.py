@@ -270,6 +270,16 @@ class DrafterParams:
     shared: Any
 
 
+@pytree
+class Vocabulary:
+    """A drafter's own, smaller vocabulary: W of the target's V tokens."""
+
+    target_ids: Int[Array, "W"]
+    """The target's token for each of its own, strictly increasing."""
+    draft_index: Int[Array, "V"]
+    """The inverse; W for tokens that the drafter cannot say."""
+
+
 class Cache(Protocol):
     """Any pytree with a length and a way to make a path permanent."""
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import toy
 
-from jaxdec.cache import BLOCK, init_kv_cache, read_tail, round_capacity, write_tail
+from jaxdec.cache import BLOCK, init_kv_cache, round_capacity, write_tail
 
 
 def numbered(lengths, capacity=BLOCK):
@@ -69,7 +69,8 @@ def test_commit_of_a_path_equals_a_slow_walk():
         start, nodes = int(rng.integers(0, 200)), int(rng.integers(1, 12))
         depth = int(rng.integers(1, nodes + 1))
         path = np.sort(rng.choice(nodes, depth, replace=False))
-        path = np.pad(path, (0, nodes - depth), mode="edge")
+        # As long as the tree is deep, or longer; not as long as it has nodes.
+        path = np.pad(path, (0, int(rng.integers(0, 3))), mode="edge")
         after = numbered([start]).commit(
             jnp.asarray(path[None], jnp.int32), jnp.asarray([depth], jnp.int32)
         )
@@ -84,7 +85,8 @@ def test_a_tail_may_lie_across_blocks(batch, start):
     rows = jnp.arange(batch * 2 * 9 * 4, dtype=jnp.float32).reshape(batch, 2, 9, 4)
     length = jnp.maximum(cache.length - jnp.arange(batch, dtype=jnp.int32), 0)
     written = write_tail(cache.keys[0], rows, length)
-    np.testing.assert_array_equal(read_tail(written, length, 9), rows)
+    for row, num in enumerate(np.asarray(length)):
+        np.testing.assert_array_equal(written[row, :, num : num + 9], rows[row])
     for row, num in enumerate(np.asarray(length)):
         keep = np.r_[0:num, num + 9 : 2 * BLOCK]
         np.testing.assert_array_equal(

@@ -14,11 +14,10 @@ they are equal. With `rejection` drafts are sampled independently, as DeepSpec d
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool
 
-from jaxdec import sampling
+from jaxdec import drafting
 from jaxdec.cache import KVCache
 from jaxdec.models.block import BlockNet
 from jaxdec.types import (
@@ -75,12 +74,12 @@ def dflash(
         logits = net.logits(params, rows[:, net.config.first :][:, :num])
         if greedy:
             sequences = without_temperature(sequences)
-        tokens, log_probs = draw_apart(
+        tokens, log_probs = drafting.sample_block(
+            net.vocabulary(params),
             sequences,
             logits,
             coupled=coupled,
             processor=processor,
-            vocabulary=vocabulary_of(net, params),
         )
         able = can_draft(net, state, sequences)
         draft = Draft(
@@ -111,6 +110,7 @@ def make_drafter(net: BlockNet, name: str, num: int, propose: Callable) -> Draft
         init=init,
         extend=extend,
         propose=propose,
+        keeps_state=True,
     )
 
 
@@ -139,106 +139,8 @@ def can_draft(
     return (state.cache.length > 0) & (last <= net.config.layers.max_positions)
 
 
-def vocabulary_of(net: BlockNet, params: DrafterParams) -> sampling.Vocabulary | None:
-    """The ids of a reduced vocabulary."""
-    size = net.config.layers.vocab_size
-    if net.config.draft_vocab_size == size:
-        return None
-    return sampling.Vocabulary(token_ids=params.own["token_ids"], size=size)
-
-
 def without_temperature(sequences: Sequences) -> Sequences:
     """The same requests, at temperature 0."""
     params = sequences.sampling
     cold = params.replace(temperature=jnp.zeros_like(params.temperature))
     return sequences.replace(sampling=cold)
-
-
-def draw_apart(
-    sequences: Sequences,
-    logits: Float[Array, "B K W"],
-    *,
-    coupled: bool,
-    processor: LogitsProcessor | None,
-    vocabulary: sampling.Vocabulary | None,
-) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None]:
-    """Tokens of places that know nothing of each other, all at once.
-
-    Where a request has penalties, or a processor, what stands before a place matters
-    after all: then they are drawn from left to right.
-    """
-    options = dict(coupled=coupled, vocabulary=vocabulary)
-
-    def in_order():
-        return draw_in_order(sequences, logits, processor=processor, **options)
-
-    def at_once():
-        nodes = sampling.chain_nodes(jnp.zeros(logits.shape[:2], jnp.int32))
-        tokens, log_probs = sampling.draft_draw(sequences, nodes, logits, **options)
-        if log_probs is not None:
-            log_probs = sampling.spread(log_probs, vocabulary)
-        return tokens, log_probs
-
-    if processor is not None:
-        return in_order()
-    must_wait = sampling.needs_adjustment(sequences.sampling)
-    return jax.lax.cond(must_wait, in_order, at_once)
-
-
-def draw_in_order(
-    sequences: Sequences,
-    logits: Float[Array, "B K W"],
-    *,
-    coupled: bool,
-    processor: LogitsProcessor | None,
-    vocabulary: sampling.Vocabulary | None,
-    bias: Callable | None = None,
-    start: Float[Array, "B s"] | None = None,
-    inputs: Float[Array, "B K p"] | None = None,
-) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None]:
-    """Tokens from left to right, each place seeing those before it.
-
-    Args:
-        sequences: committed tokens and sampling parameters.
-        logits: of every place.
-        coupled: see `jaxdec.sampling.draft_sample`, as for the next two.
-        processor: custom processor.
-        vocabulary: of the logits.
-        bias: ``(state, previous[B], inputs[B, p]) -> (state, bias[B, W])``, which is
-            added to the logits of a place; None for none.
-        start: the state before the first place.
-        inputs: what `bias` reads of each place.
-
-    Returns:
-        Tokens of the target's vocabulary; and, if not coupled, their distributions.
-    """
-    batch, num, _ = logits.shape
-    anchor = sequences.anchor
-    context = jnp.concatenate([anchor[:, None], jnp.zeros((batch, num), jnp.int32)], 1)
-    nothing = jnp.zeros((batch, 0), jnp.float32)
-
-    def place(carry, xs):
-        context, previous, state = carry
-        node, own, given = xs
-        if bias is not None:
-            state, added = bias(state, previous, given)
-            own = own + added
-        tokens, log_probs = sampling.draft_sample(
-            sequences,
-            sampling.chain_nodes(context, node),
-            own[:, None],
-            coupled=coupled,
-            processor=processor,
-            vocabulary=vocabulary,
-        )
-        context = jax.lax.dynamic_update_slice_in_dim(context, tokens, node + 1, axis=1)
-        return (context, tokens[:, 0], state), log_probs
-
-    state = nothing if start is None else start
-    given = jnp.zeros((batch, num, 0)) if inputs is None else inputs
-    nodes = jnp.arange(num, dtype=jnp.int32)
-    xs = (nodes, jnp.moveaxis(logits, 1, 0), jnp.moveaxis(given, 1, 0))
-    (context, _, _), log_probs = jax.lax.scan(place, (context, anchor, state), xs)
-    if log_probs is not None:
-        log_probs = sampling.spread(jnp.moveaxis(log_probs[:, :, 0], 0, 1), vocabulary)
-    return context[:, 1:], log_probs

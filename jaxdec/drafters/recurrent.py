@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxdec import sampling
+from jaxdec import drafting, sampling
 from jaxdec.cache import KVCache
 from jaxdec.types import (
     Commit,
@@ -31,6 +31,7 @@ from jaxdec.types import (
     DrafterParams,
     LogitsProcessor,
     Sequences,
+    Vocabulary,
     pytree,
 )
 
@@ -66,8 +67,10 @@ class RecurrentNet(NamedTuple):
     """``(params, cache, held, start, hidden, tokens, position, held_position[B,R],
     mask[B,T,R])``: rows ``start ..`` of `held`, which attend the live cache and those
     of the R that `mask` allows."""
-    logits: Callable[[DrafterParams, Float[Array, "B T H"]], Float[Array, "B T V"]]
-    """Over the target's vocabulary: -inf for tokens that the network cannot say."""
+    logits: Callable[[DrafterParams, Float[Array, "B T H"]], Float[Array, "B T W"]]
+    """Over the network's own vocabulary."""
+    vocabulary: Callable[[DrafterParams], Vocabulary] | None = None
+    """Which W of the target's tokens those are; None says that they are all."""
 
 
 @pytree
@@ -110,6 +113,11 @@ def extend_rows(
     )
 
 
+def vocabulary_of(net: RecurrentNet, params: DrafterParams) -> Vocabulary | None:
+    """The network's own vocabulary, where it is not the target's."""
+    return None if net.vocabulary is None else net.vocabulary(params)
+
+
 def can_draft(
     net: RecurrentNet, state: RecurrentState, sequences: Sequences, depth: int
 ) -> Bool[Array, "B"]:
@@ -150,10 +158,12 @@ def chain(
             [sequences.anchor[:, None], jnp.zeros((batch, length), jnp.int32)], axis=1
         )
         held_position = first[:, None] + jnp.arange(length - 1, dtype=jnp.int32)[None]
+        vocabulary = vocabulary_of(net, params)
 
         def sample(context, hidden, node):
             nodes = sampling.chain_nodes(context, node)
-            token, log_probs = sampling.draft_sample(
+            token, log_probs = drafting.sample(
+                vocabulary,
                 sequences,
                 nodes,
                 net.logits(params, hidden[:, None]),
@@ -165,35 +175,38 @@ def chain(
             )
             return context, token, log_probs
 
-        context, token, log_probs = sample(context, state.hidden, jnp.int32(0))
-
-        def more(carry, node):
-            held, context, token, hidden = carry
-            earlier = jnp.arange(length - 1, dtype=jnp.int32) < node
-            mask = jnp.broadcast_to(earlier[None, None], (batch, 1, length - 1))
-            held, out = net.read(
-                params,
-                state.cache,
-                held,
-                node - 1,
-                hidden[:, None],
-                token,
-                (first + node - 1)[:, None],
-                held_position,
-                mask,
-            )
-            hidden = out[:, 0]
+        def step(carry, node):
+            held, context, hidden = carry
             context, token, log_probs = sample(context, hidden, node)
-            return (held, context, token, hidden), log_probs
 
-        if length > 1:
-            nodes = jnp.arange(1, length, dtype=jnp.int32)
-            held = net.init_held(batch, length - 1)
-            carry = (held, context, token, state.hidden)
-            (_, context, _, _), rest = jax.lax.scan(more, carry, nodes)
+            def read():
+                earlier = jnp.arange(length - 1, dtype=jnp.int32) <= node
+                out, hidden_after = net.read(
+                    params,
+                    state.cache,
+                    held,
+                    node,
+                    hidden[:, None],
+                    token,
+                    (first + node)[:, None],
+                    held_position,
+                    jnp.broadcast_to(earlier[None, None], (batch, 1, length - 1)),
+                )
+                return out, hidden_after[:, 0]
+
+            # The last token is not read: nothing is drafted from it.
+            is_last = node == length - 1
+            held, hidden = jax.lax.cond(is_last, lambda: (held, hidden), read)
+            return (held, context, hidden), log_probs
+
+        if length == 1:
+            context, _, log_probs = sample(context, state.hidden, jnp.int32(0))
+        else:
+            carry = (net.init_held(batch, length - 1), context, state.hidden)
+            nodes = jnp.arange(length, dtype=jnp.int32)
+            (_, context, _), log_probs = jax.lax.scan(step, carry, nodes)
             if not coupled:
-                rest = jnp.moveaxis(rest[:, :, 0], 0, 1)
-                log_probs = jnp.concatenate([log_probs, rest], axis=1)
+                log_probs = jnp.moveaxis(log_probs[:, :, 0], 0, 1)
         able = can_draft(net, state, sequences, length)
         draft = Draft(
             tokens=context[:, 1:],

@@ -1,10 +1,9 @@
 """The tensors of a block drafter: names, shapes, and their way into the network.
 
-Names are those that z-lab, DeepSpec and speculators all write, without ``model.``. One
-is our own: ``token_ids``, the target's id of every token that a reduced vocabulary has.
+Names are those that z-lab, DeepSpec and speculators all write, without ``model.``;
+``d2t`` holds offsets: token j of a reduced vocabulary is the target's ``j + d2t[j]``.
 """
 
-import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -14,7 +13,8 @@ from flax import nnx
 
 from jaxdec.models.block import BlockConfig, BlockNetwork
 from jaxdec.models.decoder import prefers_out_first
-from jaxdec.types import DrafterParams, Params
+from jaxdec.models.eagle import vocabulary_params
+from jaxdec.types import Params
 
 
 def expected_block_tensors(config: BlockConfig) -> dict[str, tuple[int, ...]]:
@@ -36,7 +36,7 @@ def expected_block_tensors(config: BlockConfig) -> dict[str, tuple[int, ...]]:
     if config.own_head:
         linear("lm_head", drafted, size)
     if drafted < vocab:
-        shapes["token_ids"] = (drafted,)
+        shapes["d2t"] = (drafted,)
     linear("fc", size, len(config.taps) * size)
     shapes["hidden_norm.weight"] = shapes["norm.weight"] = (size,)
     for i in range(layers.num_layers):
@@ -143,7 +143,8 @@ def block_params_from_tensors(
     if config.own_head:
         params["head"] = {"weight": array(tensors["lm_head.weight"])}
     if config.draft_vocab_size < config.layers.vocab_size:
-        params["token_ids"] = array(tensors["token_ids"], "int32")
+        ids = np.arange(config.draft_vocab_size) + np.asarray(tensors["d2t"])
+        params["vocabulary"] = vocabulary_params(ids, config.layers.vocab_size)
     if config.markov != "none":
         params["markov"] = markov()
     if config.confidence != "none":
@@ -166,39 +167,3 @@ def init_block_params(
         rngs=nnx.Rngs(params=key),
     )
     return nnx.to_pure_dict(nnx.split(module)[1])
-
-
-def share_with_target(
-    config: BlockConfig, own: Params, target: Params
-) -> tuple[BlockConfig, DrafterParams]:
-    """Lets a drafter use the target's arrays where it can, without holding them twice.
-
-    A copy of the target's embedding or head is dropped. A drafter of reduced vocabulary
-    without a head gets the target's rows for its tokens.
-
-    Args:
-        config: of the drafter.
-        own: its arrays, from `block_params_from_tensors`.
-        target: the target's arrays, in the same dtype.
-
-    Returns:
-        The configuration and arrays to build the network from.
-    """
-    head = target.get("head")
-    head = target["embedding"] if head is None else head["weight"]
-    own = dict(own)
-    if "embedding" in own and _is_copy(own["embedding"], target["embedding"]):
-        del own["embedding"]
-    if "token_ids" in own and "head" not in own:
-        own["head"] = {"weight": jnp.take(head, own["token_ids"], axis=0)}
-    elif "head" in own and _is_copy(own["head"]["weight"], head):
-        del own["head"]
-    config = dataclasses.replace(
-        config, own_embedding="embedding" in own, own_head="head" in own
-    )
-    return config, DrafterParams(own=own, shared=target)
-
-
-def _is_copy(x: jax.Array, y: jax.Array) -> bool:
-    is_alike = x.shape == y.shape and x.dtype == y.dtype
-    return is_alike and bool(jnp.array_equal(x, y))

@@ -13,6 +13,7 @@ from jaxdec.drafters.dspark import block_drafter
 from jaxdec.models.block import BlockConfig, make_block_net
 from jaxdec.models.block_weights import init_block_params
 from jaxdec.models.config import ModelConfig
+from jaxdec.models.eagle import vocabulary_params
 from jaxdec.types import DrafterParams
 
 LAYERS = ModelConfig(
@@ -79,10 +80,10 @@ CONFIGS = {
 def weights(config: BlockConfig, seed: int = 0):
     """Random weights, loud enough that neither context nor head is drowned out."""
     own = init_block_params(config, jax.random.key(seed))
-    if "token_ids" in own:
+    if "vocabulary" in own:
         total = config.layers.vocab_size
         kept = np.random.default_rng(seed).permutation(total)[: config.draft_vocab_size]
-        own["token_ids"] = jnp.asarray(np.sort(kept), jnp.int32)
+        own["vocabulary"] = vocabulary_params(np.sort(kept), total)
     if "markov" in own:
         own["markov"]["rows"] = own["markov"]["rows"] * 4.0
     return own

@@ -12,7 +12,6 @@ import toy
 from block_toys import CONFIGS, LAYERS, block_config
 from helpers_sampling import make_sequences
 
-from jaxdec import sampling
 from jaxdec.drafters.dflash import BlockState, can_draft, dflash
 from jaxdec.drafters.dspark import block_drafter, dspark
 from jaxdec.models.block import make_block_net
@@ -140,13 +139,13 @@ def test_gradients_reach_every_weight():
     """Training: the whole of a drafter is differentiable, over many anchors at once."""
     net, params = make_block_net(MIXED), params_of(MIXED)
     own = dict(params.own)
-    ids = own.pop("token_ids")
+    ids = own.pop("vocabulary")
     features = features_of(2, 24)
     position = jnp.asarray([[3, 9, 17], [1, 2, 20]], jnp.int32)
     weigh = jax.random.normal(jax.random.key(1), (MIXED.draft_vocab_size,))
 
     def loss(own):
-        every = DrafterParams(own=own | {"token_ids": ids}, shared=params.shared)
+        every = DrafterParams(own=own | {"vocabulary": ids}, shared=params.shared)
         hidden = net.read_all(every, features, position, position)
         hidden = hidden.reshape(6, MIXED.block_size, -1)
         previous = jnp.tile(jnp.arange(MIXED.block_size, dtype=jnp.int32), (6, 1))
@@ -160,29 +159,6 @@ def test_gradients_reach_every_weight():
     for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
         name = jax.tree_util.keystr(path)
         assert np.all(np.isfinite(slope)) and np.any(slope != 0), name
-
-
-def said(num: int, rows: int = 3):
-    """Requests that have said `num` tokens and one more, which is not read yet."""
-    tokens = np.random.default_rng(1).integers(0, 97, (rows, num + 1)).tolist()
-    return make_sequences(tokens, 1, capacity=64, temperature=[0, 0.7, 1.0][:rows])
-
-
-def test_a_shorter_draft_is_the_start_of_the_longer():
-    """13.3: fewer tokens are judged, but the block is as wide as in training."""
-    config = CONFIGS["dspark"]
-    net = make_block_net(config)
-    whole, short = block_drafter(net), block_drafter(net, 2)
-    assert (whole.max_length, short.max_length) == (4, 2)
-
-    def both(params, state, rows):
-        return [d.propose(params, state, rows)[1] for d in (whole, short)]
-
-    state = BlockState(cache=context_of(config, 3, 40))
-    long, start = fast(both)(params_of(config), state, said(40))
-    np.testing.assert_array_equal(long.tokens[:, :2], start.tokens)
-    np.testing.assert_allclose(long.confidence[:, :2], start.confidence, atol=1e-6)
-    assert long.length.tolist() == [4, 4, 4] and start.length.tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("length", [0, 5, -1])
@@ -208,43 +184,3 @@ def test_nothing_to_draft_from():
     rows = make_sequences([[1], [1, 2], [1], [1]], 1)
     rows = rows.replace(length=state.cache.length + 1)
     assert can_draft(net, state, rows).tolist() == [False, True, True, False]
-
-
-@pytest.mark.parametrize("coupled", [True, False])
-def test_a_reduced_vocabulary_is_the_whole_one_without_the_others(coupled):
-    """B37: the same tokens and laws as with logits of -inf elsewhere, filters too."""
-    rng = np.random.default_rng(0)
-    ids = jnp.asarray([1, 3, 4, 9, 12], jnp.int32)
-    vocabulary = sampling.Vocabulary(token_ids=ids, size=16)
-    rows = make_sequences(
-        [[3, 9, 9, 4], [1, 3], [12, 4], [9]],
-        1,
-        temperature=[0.0, 0.8, 1.0, 1.3],
-        top_k=[0, 3, 0, 0],
-        top_p=[1, 1, 0.7, 1],
-        presence_penalty=[0, 0, 1.5, 0],
-        logit_bias=[{9: 2.0}, {}, {4: float("-inf")}, {5: 9.0}],
-    )
-    logits = jnp.asarray(rng.normal(size=(4, 1, 5)), jnp.float32)
-    nodes = sampling.chain_nodes(jnp.zeros((4, 3), jnp.int32), 0)
-
-    @fast
-    def both(rows, logits):
-        wide = sampling.spread(logits, vocabulary)
-        narrow, probs = sampling.draft_sample(
-            rows, nodes, logits, coupled=coupled, vocabulary=vocabulary
-        )
-        if probs is not None:
-            probs = sampling.spread(probs, vocabulary)
-        return (narrow, probs), sampling.draft_sample(
-            rows, nodes, wide, coupled=coupled
-        )
-
-    for seed in range(20):
-        keys = jax.random.split(jax.random.key(seed), 4)
-        narrow, wide = both(rows.replace(key=keys), logits)
-        np.testing.assert_array_equal(narrow[0], wide[0])
-        assert set(np.asarray(narrow[0]).ravel()) <= set(ids.tolist())
-        if not coupled:
-            np.testing.assert_allclose(narrow[1], wide[1], atol=1e-6)
-            np.testing.assert_allclose(np.exp(narrow[1]).sum(-1), 1, atol=1e-6)
