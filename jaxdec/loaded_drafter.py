@@ -18,11 +18,11 @@ from jaxdec.drafters.recurrent_tree import recurrent_tree
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.mtp import read_native
 from jaxdec.io.drafters.read import open_drafter, read_drafter
+from jaxdec.io.drafters.sharing import share_with_target
 from jaxdec.models.block import make_block_net
 from jaxdec.models.block_weights import block_params_from_tensors
 from jaxdec.models.eagle_weights import eagle_params_from_tensors
 from jaxdec.models.mtp import make_mtp, mtp_params_from_tensors
-from jaxdec.models.sharing import share_with_target
 from jaxdec.types import Drafter, DrafterParams, LogitsProcessor, Params
 
 _PARAMS = {
@@ -229,13 +229,12 @@ def from_checkpoint(
     checkpoint: DrafterCheckpoint, lm: Any, name: str, content_hash: str
 ) -> LoadedDrafter:
     """Puts a drafter's own tensors on the device, in the target's dtype."""
+    checkpoint = share_with_target(checkpoint, lm.params)
     make = _PARAMS[checkpoint.family]
-    own = make(checkpoint.config, checkpoint.tensors, lm.dtype)
-    config, params = share_with_target(checkpoint.config, own, lm.params)
     return LoadedDrafter(
         family=checkpoint.family,
-        config=config,
-        own=params.own,
+        config=checkpoint.config,
+        own=make(checkpoint.config, checkpoint.tensors, lm.dtype),
         name=name,
         format=checkpoint.format,
         facts=checkpoint.facts,

@@ -192,7 +192,8 @@ def draft_sample(
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
     """A drafter's own sample after every node. Greedy rows take the largest logit.
 
-    For drafters with a vocabulary of their own see `jaxdec.drafting`.
+    A drafter with a reduced vocabulary scatters its logits to V, -inf elsewhere: then
+    a token has the same noise in both vocabularies.
 
     Args:
         sequences: The committed tokens, keys and sampling parameters.

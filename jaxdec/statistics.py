@@ -20,7 +20,7 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 
 def count_repetitions(tokens: Sequence[int], n: int = 4) -> tuple[int, int]:
@@ -150,42 +150,6 @@ def pit_values(
     values = np.asarray(cdf_below, np.float64) + np.asarray(uniform) * prob
     # Rounded sums of probabilities may pass 1 by some ulp.
     return np.clip(values, 0.0, 1.0)
-
-
-def calibration_error(
-    confidence: Float[np.ndarray, "... K"],
-    num_judged: Int[np.ndarray, "..."],
-    num_accepted: Int[np.ndarray, "..."],
-    num_bins: int = 20,
-) -> float | None:
-    """How far a drafter's confidence is from how often its drafts are accepted.
-
-    A place's survival, the product of the confidences up to it, estimates the
-    probability that all drafts up to it are accepted. Places are sorted into equal bins
-    of survival; the error is the mean over places of the distance, in their bin,
-    between mean survival and the fraction that did survive (expected calibration error;
-    Naeini et al. 2015, and DeepSpec's own measure).
-
-    Args:
-        confidence: Probability that a draft is accepted if those before it were.
-        num_judged: Drafts of a step that the target judged; others do not count.
-        num_accepted: Drafts of a step that were accepted.
-        num_bins: Bins of survival between 0 and 1.
-
-    Returns:
-        In [0, 1]; None if no draft was judged.
-    """
-    survival = np.cumprod(np.asarray(confidence, np.float64), axis=-1)
-    place = np.arange(survival.shape[-1])
-    is_judged = place < np.asarray(num_judged)[..., None]
-    survived = (place < np.asarray(num_accepted)[..., None])[is_judged]
-    survival = survival[is_judged]
-    if survival.size == 0:
-        return None
-    which = np.minimum((survival * num_bins).astype(int), num_bins - 1)
-    # Sums, not means: a bin's distance counts once for every place in it.
-    gap = np.bincount(which, survival - survived, minlength=num_bins)
-    return float(np.abs(gap).sum() / survival.size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from jaxdec.models.decoder import prefers_out_first
 from jaxdec.models.eagle_config import EagleConfig
 from jaxdec.models.layers import Attention, Held, Linear, Mlp, Norm, matmul
 from jaxdec.models.rope import rotation
-from jaxdec.models.sharing import vocabulary_params
+from jaxdec.models.vocabulary import vocabulary_params
 from jaxdec.types import DrafterParams, Params, Vocabulary
 
 

@@ -10,22 +10,23 @@ import pytest
 import toy
 from helpers_sampling import make_sequences
 from reading import read_prompts
-from safetensors.numpy import load_file
 
 import jaxdec
 from jaxdec import draft_length
 from jaxdec.drafters.dspark import block_drafter, markov_start
 from jaxdec.io.drafters.block import read_block, recognise
+from jaxdec.io.drafters.sharing import share_with_target
+from jaxdec.io.safetensors import open_stored
 from jaxdec.models.block import make_block_net
 from jaxdec.models.block_weights import block_params_from_tensors
 from jaxdec.models.decoder import make_model
-from jaxdec.models.sharing import share_with_target
-from jaxdec.types import Commit
+from jaxdec.types import Commit, DrafterParams
 
 CAPACITY = 256
 ROWS = 32
 """Committed tokens that one `extend` reads, live or not."""
 ROUNDS = range(4)
+STORED = ("F32", "I64", "BOOL")
 
 
 @functools.cache
@@ -40,11 +41,12 @@ def config_of(case):
 def load(case):
     """The target, the network and its arrays, as a person would get them."""
     lm = target_of(case.target)
-    tensors = load_file(case.folder / "model.safetensors")
+    tensors = open_stored(case.folder, STORED)
     checkpoint = read_block(config_of(case), tensors, lm.config)
-    own = block_params_from_tensors(checkpoint.config, checkpoint.tensors)
-    config, params = share_with_target(checkpoint.config, own, lm.params)
-    return lm, checkpoint, make_block_net(config), params
+    checkpoint = share_with_target(checkpoint, lm.params)
+    config = checkpoint.config
+    own = block_params_from_tensors(config, checkpoint.tensors)
+    return lm, make_block_net(config), DrafterParams(own=own, shared=lm.params)
 
 
 def is_block(case):
@@ -82,12 +84,10 @@ def one_round(net, drafter, params, state, commit, sequences):
     )
 
 
-@pytest.mark.golden("drafter")
+@pytest.mark.golden("drafter", only=is_block)
 def test_rounds(case):
     """Four scripted rounds: every intermediate value, and the drafted tokens."""
-    if not is_block(case):
-        pytest.skip("another family")
-    lm, checkpoint, net, params = load(case)
+    lm, net, params = load(case)
     expected = case.expected()
     drafter = block_drafter(net)
     assert drafter.max_length == case.facts["tokens_per_round"]
@@ -144,12 +144,10 @@ def feature_rows(lm, taps, tokens):
     return np.concatenate([reads[0].taps[tap] for tap in taps], axis=-1)
 
 
-@pytest.mark.golden("drafter-end-to-end")
+@pytest.mark.golden("drafter-end-to-end", only=is_block)
 def test_end_to_end(case):
     """The engine accepts as many draft tokens in every round as the original loop."""
-    if not is_block(case):
-        pytest.skip("another family")
-    lm, _, net, params = load(case)
+    lm, net, params = load(case)
     expected = case.expected()
     drafter = block_drafter(net)
     threshold = case.facts.get("confidence_threshold")

@@ -17,6 +17,7 @@ from jaxdec.io.checkpoint import CheckpointError, check_finite, shapes_of
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.eagle_formats import find_format
 from jaxdec.io.drafters.eagle_settings import File
+from jaxdec.io.drafters.sharing import owner
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.eagle_config import EagleConfig
 from jaxdec.models.eagle_weights import expected_eagle_tensors, target_ids_of
@@ -255,10 +256,6 @@ def _check_tensors(
     raise CheckpointError("\n".join(lines))
 
 
-def _owner(is_own: bool) -> str:
-    return "its own" if is_own else "the target's"
-
-
 def _facts(config: EagleConfig, choices: list[str]) -> dict[str, Any]:
     layers = config.layers
     return {
@@ -267,8 +264,8 @@ def _facts(config: EagleConfig, choices: list[str]) -> dict[str, Any]:
         "taps": list(config.taps),
         "draft_length": config.draft_length,
         "vocabulary": [config.draft_vocab_size, layers.vocab_size],
-        "embedding": _owner(config.own_embedding),
-        "head": _owner(config.own_head),
+        "embedding": owner(config.own_embedding),
+        "head": owner(config.own_head),
         "norm_before_residual": config.norm_before_residual,
         "max_positions": layers.max_positions,
         "windows": list(layers.layer_windows),
