@@ -49,7 +49,7 @@ def read_prompts(lm, prompts):
         One `Read` per prompt, and the cache with all of them committed.
     """
     lengths = np.asarray([len(prompt) for prompt in prompts])
-    num_chunks = -(-lengths.max() // CHUNK)
+    num_chunks = -(-int(lengths.max()) // CHUNK)
     tokens = np.zeros((len(prompts), num_chunks * CHUNK), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
