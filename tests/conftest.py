@@ -42,8 +42,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line(
         "markers",
-        "golden(kind, ..., families=None): runs for every golden case of these kinds "
-        "(and families of drafters)",
+        "golden(kind, ..., only=None): runs for every golden case of these kinds for "
+        "which only(case) holds",
     )
 
 
@@ -54,13 +54,8 @@ def pytest_generate_tests(metafunc):
         from cases import discover
 
         found = discover(metafunc.config.getoption("--golden").resolve())
-        families = marker.kwargs.get("families")
-        cases = [
-            case
-            for case in found
-            if case.kind in marker.args
-            and (families is None or case.facts["family"] in families)
-        ]
+        only = marker.kwargs.get("only", lambda case: True)
+        cases = [case for case in found if case.kind in marker.args and only(case)]
         metafunc.parametrize("case", cases, ids=lambda case: case.name)
 
 
@@ -68,5 +63,8 @@ def pytest_generate_tests(metafunc):
 def quick_to_compile(request, monkeypatch):
     """Tiny programs take longer to optimise than to run; the real model's do not."""
     if "real" not in request.keywords:
-        options = {"xla_backend_optimization_level": 0}
+        options = {
+            "xla_backend_optimization_level": 0,
+            "xla_cpu_use_fusion_emitters": False,
+        }
         monkeypatch.setattr("jaxdec.program.COMPILER_OPTIONS", options)

@@ -42,8 +42,8 @@ SLOTS = 64
 BUFFER = 24
 K = 8
 """Draft tokens a step; `max_draft` lowers it without another program."""
-FAST = {"xla_backend_optimization_level": 0}
-"""Compiler options: a third less compile time, the same numbers."""
+FAST = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+"""Compiler options: less than half the compile time, the same numbers."""
 
 TINY_CONFIG = ModelConfig(
     family="llama",

@@ -175,35 +175,38 @@ def chain(
             )
             return context, token, log_probs
 
-        context, token, log_probs = sample(context, state.hidden, jnp.int32(0))
-
-        def more(carry, node):
-            held, context, token, hidden = carry
-            earlier = jnp.arange(length - 1, dtype=jnp.int32) < node
-            mask = jnp.broadcast_to(earlier[None, None], (batch, 1, length - 1))
-            held, out = net.read(
-                params,
-                state.cache,
-                held,
-                node - 1,
-                hidden[:, None],
-                token,
-                (first + node - 1)[:, None],
-                held_position,
-                mask,
-            )
-            hidden = out[:, 0]
+        def step(carry, node):
+            held, context, hidden = carry
             context, token, log_probs = sample(context, hidden, node)
-            return (held, context, token, hidden), log_probs
 
-        if length > 1:
-            nodes = jnp.arange(1, length, dtype=jnp.int32)
-            held = net.init_held(batch, length - 1)
-            carry = (held, context, token, state.hidden)
-            (_, context, _, _), rest = jax.lax.scan(more, carry, nodes)
+            def read():
+                earlier = jnp.arange(length - 1, dtype=jnp.int32) <= node
+                out, hidden_after = net.read(
+                    params,
+                    state.cache,
+                    held,
+                    node,
+                    hidden[:, None],
+                    token,
+                    (first + node)[:, None],
+                    held_position,
+                    jnp.broadcast_to(earlier[None, None], (batch, 1, length - 1)),
+                )
+                return out, hidden_after[:, 0]
+
+            # The last token is not read: nothing is drafted from it.
+            is_last = node == length - 1
+            held, hidden = jax.lax.cond(is_last, lambda: (held, hidden), read)
+            return (held, context, hidden), log_probs
+
+        if length == 1:
+            context, _, log_probs = sample(context, state.hidden, jnp.int32(0))
+        else:
+            carry = (net.init_held(batch, length - 1), context, state.hidden)
+            nodes = jnp.arange(length, dtype=jnp.int32)
+            (_, context, _), log_probs = jax.lax.scan(step, carry, nodes)
             if not coupled:
-                rest = jnp.moveaxis(rest[:, :, 0], 0, 1)
-                log_probs = jnp.concatenate([log_probs, rest], axis=1)
+                log_probs = jnp.moveaxis(log_probs[:, :, 0], 0, 1)
         able = can_draft(net, state, sequences, length)
         draft = Draft(
             tokens=context[:, 1:],
