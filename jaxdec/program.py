@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdec import decoding, rounding
+from jaxdec.models import sharding
 from jaxdec.models.decoder import make_model
 from jaxdec.sampling import make_sampling_params
 from jaxdec.strategies import StrategyConfig
@@ -124,6 +125,9 @@ def build(lm: Any, key: ProgramKey) -> tuple[Strategy, StrategyParams]:
         processed_logprobs=key.processed_logprobs,
         observe=key.observe,
     )
+    if lm.mesh is not None:
+        strategy = sharding.on_mesh(strategy, lm.mesh)
+        drafter_params = sharding.replicated(drafter_params, lm.mesh)
     return strategy, StrategyParams(target=lm.params, drafter=drafter_params)
 
 
@@ -135,6 +139,8 @@ def compile_program(lm: Any, key: ProgramKey) -> Program:
     request = abstract_request(lm, key)
     prefill = programs.prefill.lower(params, request).compile(COMPILER_OPTIONS)
     state = jax.eval_shape(strategy.prefill, params, request)
+    if lm.mesh is not None:
+        state = sharding.abstract(state, lm.mesh)
     loop = programs.generate.lower(params, state, jnp.int32(0)).compile(
         COMPILER_OPTIONS
     )
@@ -186,8 +192,8 @@ def abstract_request(lm: Any, key: ProgramKey) -> Request:
             num_stop_slots=key.num_stop_slots,
         )
 
-    del lm
-    return jax.eval_shape(make)
+    request = jax.eval_shape(make)
+    return request if lm.mesh is None else sharding.abstract(request, lm.mesh)
 
 
 def make_request(

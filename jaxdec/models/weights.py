@@ -21,10 +21,14 @@ class TensorReader:
     Args:
         tensors: by canonical name; gains of norms as they multiply.
         dtype: of matrices and embeddings; norms and biases stay float32.
+        on_host: give NumPy arrays instead.
     """
 
-    def __init__(self, tensors: Mapping[str, np.ndarray], dtype: str):
+    def __init__(
+        self, tensors: Mapping[str, np.ndarray], dtype: str, *, on_host: bool = False
+    ):
         self._tensors = tensors
+        self._on_host = on_host
         self._dtype = jnp.dtype(dtype)
         self._out_first = prefers_out_first(dtype)
 
@@ -32,9 +36,9 @@ class TensorReader:
         parts = [np.asarray(self._tensors[name]) for name in names]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=0)
 
-    @staticmethod
-    def _array(value, kind):
-        return jnp.asarray(np.ascontiguousarray(value).astype(kind))
+    def _array(self, value, kind):
+        value = np.ascontiguousarray(value).astype(kind)
+        return value if self._on_host else jnp.asarray(value)
 
     def _vector(self, names):
         return self._array(self._get(names), np.float32)
@@ -69,7 +73,11 @@ class TensorReader:
 
 
 def params_from_tensors(
-    config: ModelConfig, tensors: Mapping[str, np.ndarray], dtype: str = "float32"
+    config: ModelConfig,
+    tensors: Mapping[str, np.ndarray],
+    dtype: str = "float32",
+    *,
+    on_host: bool = False,
 ) -> Params:
     """The arrays of a decoder, on the default device.
 
@@ -77,8 +85,10 @@ def params_from_tensors(
         config: the architecture; the tensors must fit it (the loader has checked).
         tensors: by canonical name; gains of norms as they multiply.
         dtype: of matrices and embeddings; norms and biases stay float32.
+        on_host: return NumPy arrays, for whoever places them: a model may be too large
+            for one device.
     """
-    read = TensorReader(tensors, dtype)
+    read = TensorReader(tensors, dtype, on_host=on_host)
     layers = range(config.num_layers)
     if config.learned_positions:
         params = {

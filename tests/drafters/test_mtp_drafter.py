@@ -165,6 +165,8 @@ def test_drafts_and_caches_after_any_commits(name):
 def test_no_switch_is_silent():
     """What cannot be seen in the shapes changes the numbers."""
     config = mtp_config()
+    assert config.taps == (toy.TINY_CONFIG.num_layers + 1,)
+    assert dataclasses.replace(config, hidden_source="pre").taps == (2,)
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, toy.VOCAB, (1, 6)), jnp.int32)
     pre = rng.normal(size=(1, 6, 64)).astype(np.float32)
