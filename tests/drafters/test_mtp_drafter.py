@@ -130,8 +130,8 @@ def test_drafts_and_caches_after_any_commits(name):
 
     reference = Reference(made.config, made.params)
     rng = np.random.default_rng(1)
-    tokens = rng.integers(0, toy.VOCAB, (B, 40)).astype(np.int32)
-    hidden = rng.normal(size=(B, 40, 64)).astype(np.float32)
+    tokens = rng.integers(0, toy.VOCAB, (B, 60)).astype(np.int32)
+    hidden = rng.normal(size=(B, 60, 64)).astype(np.float32)
     state = drafter.init(B, CAPACITY)
     length = np.zeros(B, np.int32)  # Tokens that the target has read.
     commits = [np.array([0, 1, 4, 7])]
@@ -147,7 +147,7 @@ def test_drafts_and_caches_after_any_commits(name):
         )
         length = (length + num).astype(np.int32)
         request = toy.make_request([[1]] * B, temperature=1.0, max_new=100)
-        sequences = contract_sequences(request, tokens, length + 1)
+        sequences = toy.sequences_with(request, tokens, length + 1)
         state, draft = advance(made.params, state, commit, sequences)
         np.testing.assert_array_equal(state.cache.length, length)
         can = length > 0
@@ -162,30 +162,11 @@ def test_drafts_and_caches_after_any_commits(name):
             np.testing.assert_allclose(draft.log_probs[row], theirs, atol=2e-4)
 
 
-def contract_sequences(request, tokens, length):
-    """Sequences that hold these tokens, from the engine's own beginning."""
-    built = toy.method("plain")
-    state = jax.eval_shape(built.strategy.prefill, built.params, request)
-    buffer = np.zeros((B, state.sequences.tokens.shape[1]), np.int32)
-    buffer[:, : tokens.shape[1]] = tokens
-    length = jnp.asarray(length, jnp.int32)
-    return state.sequences.replace(
-        tokens=jnp.asarray(buffer),
-        length=length,
-        prompt_length=length,
-        limit=length + 100,
-        finish=jnp.zeros((B,), jnp.int32),
-        max_draft_length=request.max_draft_length,
-        stop_tokens=request.stop_tokens,
-        num_stop_tokens=request.num_stop_tokens,
-        key=request.key,
-        sampling=request.sampling,
-    )
-
-
 def test_no_switch_is_silent():
     """What cannot be seen in the shapes changes the numbers."""
     config = mtp_config()
+    assert config.taps == (toy.TINY_CONFIG.num_layers + 1,)
+    assert dataclasses.replace(config, hidden_source="pre").taps == (2,)
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, toy.VOCAB, (1, 6)), jnp.int32)
     pre = rng.normal(size=(1, 6, 64)).astype(np.float32)
@@ -253,9 +234,10 @@ def table_modules(config):
     return own
 
 
-def test_oracle(num_modules=2, length=4):
+def test_oracle():
     """B33: modules that copy the target's table are right at every place, also where
     the first drafts again after the last."""
+    num_modules, length = 2, 4
     target = table_target()
     config = mtp_config(TABLE, num_modules, num_target_layers=1)
     drafter = mtp(make_mtp(config), length)

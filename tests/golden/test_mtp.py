@@ -197,21 +197,10 @@ def test_hidden_source(case):
 
 def sequences_of(last, length) -> Sequences:
     """One greedy sequence that has been read up to `length`, and ends with `last`."""
-    buffer = np.zeros((1, CAPACITY), np.int32)
-    buffer[0, length + 1 - len(last) : length + 1] = last
+    buffer = np.zeros((1, length + 1), np.int32)
+    buffer[0, length + 1 - len(last) :] = last
     request = toy.make_request([[1]], max_new=100)
-    return Sequences(
-        tokens=jnp.asarray(buffer),
-        length=jnp.asarray([length + 1], jnp.int32),
-        prompt_length=request.prompt_length,
-        limit=jnp.asarray([CAPACITY], jnp.int32),
-        finish=jnp.zeros((1,), jnp.int32),
-        max_draft_length=request.max_draft_length,
-        stop_tokens=request.stop_tokens,
-        num_stop_tokens=request.num_stop_tokens,
-        key=request.key,
-        sampling=request.sampling,
-    )
+    return toy.sequences_with(request, buffer, np.array([length + 1]))
 
 
 @pytest.mark.golden("mtp")
