@@ -328,8 +328,4 @@ def _calibration(steps: Sequence[RequestSteps]) -> float | None:
     ]
     if not rows:
         return None
-    confidences, judged, accepted = zip(*rows, strict=True)
-    padded = np.zeros((len(rows), max(map(len, confidences))))
-    for row, values in zip(padded, confidences, strict=True):
-        row[: len(values)] = values
-    return statistics.calibration_error(padded, np.array(judged), np.array(accepted))
+    return statistics.calibration_error(*zip(*rows, strict=True))

@@ -196,3 +196,39 @@ def kolmogorov_smirnov(
         passed=statistic <= threshold,
         n=n,
     )
+
+
+def calibration_error(
+    confidence: Sequence[Sequence[float]],
+    num_judged: Sequence[int],
+    num_accepted: Sequence[int],
+    num_bins: int = 20,
+) -> float | None:
+    """Expected calibration error of a drafter's survival estimates.
+
+    The running product of a step's confidences says how likely its first k drafts are
+    all accepted. Over all judged places, in bins of equal width: the mean distance
+    between what was said and what happened, weighted by places (DeepSpec's measure).
+
+    >>> calibration_error([[0.9, 0.5], [0.9, 0.5]], [2, 1], [1, 0])
+    0.4166666666666667
+
+    Args:
+        confidence: Of each draft token of each step.
+        num_judged: Places of each step that count.
+        num_accepted: Drafts that each step accepted.
+        num_bins: On [0, 1].
+
+    Returns:
+        In [0, 1]; None if nothing was judged.
+    """
+    said, happened = [], []
+    for row, judged, accepted in zip(confidence, num_judged, num_accepted, strict=True):
+        said.append(np.cumprod(np.asarray(row, np.float64)[:judged]))
+        happened.append(np.arange(judged) < accepted)
+    said, happened = np.concatenate(said), np.concatenate(happened)
+    if not said.size:
+        return None
+    which = np.minimum((said * num_bins).astype(int), num_bins - 1)
+    gaps = [abs(np.sum(said[which == b] - happened[which == b])) for b in set(which)]
+    return float(np.sum(gaps) / said.size)
