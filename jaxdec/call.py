@@ -7,7 +7,7 @@ size share one compiled program.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,11 +37,14 @@ class Call:
     request: Request
     prompts: tuple[tuple[int, ...], ...]
     max_new_tokens: tuple[int, ...]
-    stop_strings: tuple[str, ...]
-    stop_tokens: tuple[int, ...]
+    stop_strings: tuple[tuple[str, ...], ...]
+    """Of each request."""
+    stop_tokens: tuple[tuple[int, ...], ...]
+    """Of each request."""
     seeds: tuple[Any, ...]
     sampling: Mapping[str, Any]
     output_format: str | None = None
+    cancelled: Callable[[], bool] | None = None
 
 
 def check(
@@ -54,13 +57,15 @@ def check(
     temperature: Any = None,
     seed: Any = 0,
     stop: Any = (),
-    stop_tokens: Sequence[int] | None = None,
+    stop_tokens: Any = None,
     chat: bool | None = None,
     system: str | None = None,
     logprobs: int | None = None,
+    processed_logprobs: bool = False,
     processor: LogitsProcessor | None = None,
     exact: bool | int = False,
     output_format: str | None = None,
+    cancelled: Any = None,
     single: bool = False,
     observe: Any = None,
     accept: Any = None,
@@ -99,6 +104,16 @@ def check(
             f"logprobs must be None or how many likeliest tokens to report, got "
             f"{logprobs!r}"
         )
+    if processed_logprobs and logprobs is None:
+        raise ValueError(
+            "processed_logprobs says which log-probabilities to report, but logprobs "
+            "is None; pass logprobs=0 or more"
+        )
+    if cancelled is not None and not callable(cancelled):
+        raise ValueError(
+            f"cancelled is asked again and again, so it must be a function, got "
+            f"{cancelled!r}; pass for example threading.Event().is_set"
+        )
     if exact is not True and (not isinstance(exact, int) or exact < 0):
         raise ValueError(
             f"exact must be True, False or a number of rows, got {exact!r}"
@@ -124,21 +139,13 @@ def check(
             f"{limits[row]} new), but the model has {lm.config.max_positions}; shorten "
             "the prompt or lower max_new_tokens"
         )
-    stops = lm.stop_tokens if stop_tokens is None else _host(stop_tokens)
-    stops = list(stops) if isinstance(stops, Sequence) else [stops]
-    for token in stops:
-        if not isinstance(token, int | np.integer):
-            raise ValueError(f"stop tokens must be whole numbers, got {token!r}")
-        if not 0 <= int(token) < lm.config.vocab_size:
-            raise ValueError(
-                f"stop token {token} is outside the vocabulary of "
-                f"{lm.config.vocab_size} tokens"
-            )
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if any(not isinstance(s, str) or not s for s in strings):
-        raise ValueError(f"stop strings must be non-empty text, got {strings!r}")
-    if strings and lm.tokenizer is None:
-        raise ValueError("stop strings need a tokenizer, and this model has none")
+    stops = [
+        _checked_stop_tokens(lm, lm.stop_tokens if row is None else row)
+        for row in _lists("stop_tokens", _host(stop_tokens), batch)
+    ]
+    strings = [
+        _checked_stop_strings(lm, row or ()) for row in _lists("stop", stop, batch)
+    ]
     temperature = _temperature(config, temperature)
     params = make_sampling_params(
         batch,
@@ -163,9 +170,10 @@ def check(
         batch_size=batch,
         capacity=max(min(bucket(longest + headroom, 512), most), capacity or 0),
         num_slots=max(bucket(max(*limits, 1), 64), num_slots or 0),
-        num_stop_slots=bucket(len(stops), 4),
+        num_stop_slots=bucket(max(map(len, stops)), 4),
         num_bias_slots=params.bias_tokens.shape[1],
         num_logprobs=logprobs,
+        processed_logprobs=bool(processed_logprobs),
         processor=processor,
         exact_width=exact_width,
         observe=observe,
@@ -175,7 +183,7 @@ def check(
     request = make_request(
         prompts=ids,
         max_new_tokens=[int(n) for n in limits],
-        stop_tokens=[[int(t) for t in stops]] * batch,
+        stop_tokens=stops,
         seeds=seeds,
         max_draft_length=config.length,
         sampling=params,
@@ -189,11 +197,12 @@ def check(
         request=request,
         prompts=tuple(tuple(p) for p in ids),
         max_new_tokens=tuple(int(n) for n in limits),
-        stop_strings=strings,
+        stop_strings=tuple(strings),
         seeds=tuple(seeds),
-        stop_tokens=tuple(int(t) for t in stops),
+        stop_tokens=tuple(tuple(row) for row in stops),
         sampling={"temperature": temperature, **sampling},
         output_format=output_format,
+        cancelled=cancelled,
     )
 
 
@@ -297,6 +306,42 @@ def _per_request(name: str, value: Any, batch: int) -> list:
             "one per prompt"
         )
     return list(value)
+
+
+def _lists(name: str, value: Any, batch: int) -> list:
+    """One list per request, from one for all of them or one (or None) for each."""
+    if value is None or isinstance(value, str) or not isinstance(value, Iterable):
+        return [value] * batch
+    value = list(value)
+    if all(item is not None and _is_scalar(item) for item in value):
+        return [value] * batch
+    return _per_request(name, value, batch)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, str) or not isinstance(value, Iterable)
+
+
+def _checked_stop_tokens(lm: LM, tokens: Any) -> list[int]:
+    tokens = [tokens] if _is_scalar(tokens) else list(tokens)
+    for token in tokens:
+        if not isinstance(token, int | np.integer):
+            raise ValueError(f"stop tokens must be whole numbers, got {token!r}")
+        if not 0 <= int(token) < lm.config.vocab_size:
+            raise ValueError(
+                f"stop token {token} is outside the vocabulary of "
+                f"{lm.config.vocab_size} tokens"
+            )
+    return [int(token) for token in tokens]
+
+
+def _checked_stop_strings(lm: LM, strings: Any) -> tuple[str, ...]:
+    strings = (strings,) if _is_scalar(strings) else tuple(strings)
+    if any(not isinstance(s, str) or not s for s in strings):
+        raise ValueError(f"stop strings must be non-empty text, got {strings!r}")
+    if strings and lm.tokenizer is None:
+        raise ValueError("stop strings need a tokenizer, and this model has none")
+    return strings
 
 
 def _temperature(config: StrategyConfig, temperature: Any) -> Any:

@@ -226,7 +226,7 @@ def _check_outputs(outputs, config: StrategyConfig, num_prompts: int) -> None:
 def _ending_errors(call: Call, row: int, item: text.Generated) -> list[str]:
     """Where an answer ends at a place that plain decoding would not end at."""
     tokens, limit = item.tokens, call.max_new_tokens[row]
-    stops = set(call.stop_tokens)
+    stops = set(call.stop_tokens[row])
     errors = []
     if any(token in stops for token in tokens[:-1]):
         errors.append(f"answer {row} goes on after a stop token")

@@ -50,6 +50,7 @@ def speculative(
     capacity: int,
     processor: LogitsProcessor | None = None,
     num_logprobs: int | None = None,
+    processed_logprobs: bool = False,
     prefill_chunk: int = PREFILL_CHUNK,
     observe: Callable[..., Any] | None = None,
     widths: tuple[int, ...] = (),
@@ -64,6 +65,8 @@ def speculative(
         processor: custom pure ``(tokens, length, logits) -> logits``.
         num_logprobs: None for no log-probabilities; n for those of the emitted tokens
             and of the n likeliest at each place.
+        processed_logprobs: whether these are of the sampling distribution (after
+            penalties, temperature and filters) instead of the raw logits.
         prefill_chunk: prompt tokens read per forward.
         observe: pure ``(sequences, nodes, output, judgement, acceptance) -> pytree``
             whose leaves lead with B; its results come back in ``StepInfo.observed``.
@@ -78,12 +81,13 @@ def speculative(
     Raises:
         ValueError: no room for a prompt in `capacity`, or widths that make no sense.
     """
+    reports_law = processed_logprobs and num_logprobs is not None
     score = scorer(
         model,
         drafter.max_length,
         widths=widths,
         processor=processor,
-        with_log_probs=accept.needs_log_probs,
+        with_log_probs=accept.needs_log_probs or reports_law,
         keep_logits=num_logprobs is not None or observe is not None,
     )
     max_length = drafter.max_length
@@ -155,7 +159,12 @@ def speculative(
             **_draft_info(draft),
             **_counts(sequences, draft, nodes, accepted, count, stop_count),
             path=accepted.path,
-            **_logprobs(output.logits, path, emitted, num_logprobs),
+            **_logprobs(
+                judgement.log_probs if reports_law else output.logits,
+                path,
+                emitted,
+                num_logprobs,
+            ),
             observed=()
             if observe is None
             else observe(sequences, nodes, output, judgement, accepted),
@@ -387,6 +396,7 @@ def _counts(sequences, draft, nodes, accepted, count, stop_count) -> dict:
 
 
 def _logprobs(logits, path, emitted, num: int | None) -> dict:
+    """What is reported of each emitted token; log-probabilities count as logits."""
     if num is None:
         batch, nodes = emitted.shape
         return {

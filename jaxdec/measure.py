@@ -332,13 +332,14 @@ def _num_bytes(tree: Any) -> int:
 
 def _plain_seeds(seeds: Sequence[Any]) -> Any:
     """Numbers as they are; of a JAX key, its data in hexadecimal."""
-    plain = [
-        int(s)
-        if isinstance(s, int | np.integer)
-        else "key:" + np.asarray(jax.random.key_data(s)).tobytes().hex()
-        for s in seeds
-    ]
-    return plain[0] if len(set(plain)) == 1 else tuple(plain)
+    return _one_or_all(
+        tuple(
+            int(s)
+            if isinstance(s, int | np.integer)
+            else "key:" + np.asarray(jax.random.key_data(s)).tobytes().hex()
+            for s in seeds
+        )
+    )
 
 
 def _options(call: Any) -> dict[str, Any]:
@@ -348,7 +349,6 @@ def _options(call: Any) -> dict[str, Any]:
         for field in dataclasses.fields(call.config)
         if field.name not in ("name", "draft", "length")
     }
-    limits = set(call.max_new_tokens)
     return {
         **{name: _plain(value) for name, value in call.sampling.items()},
         **config,
@@ -357,11 +357,16 @@ def _options(call: Any) -> dict[str, Any]:
         "exact_width": call.key.exact_width,
         "dtype": call.lm.dtype,
         "cache_dtype": call.lm.cache_dtype,
-        "max_new_tokens": limits.pop() if len(limits) == 1 else call.max_new_tokens,
-        "stop": list(call.stop_strings),
-        "stop_tokens": list(call.stop_tokens),
+        "max_new_tokens": _one_or_all(call.max_new_tokens),
+        "stop": _plain(_one_or_all(call.stop_strings)),
+        "stop_tokens": _plain(_one_or_all(call.stop_tokens)),
         "processor": call.key.processor is not None,
     }
+
+
+def _one_or_all(values: Sequence[Any]) -> Any:
+    """The value that all requests share, or the value of each."""
+    return values[0] if len(set(values)) == 1 else values
 
 
 def _plain(value: Any) -> Any:

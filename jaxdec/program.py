@@ -47,6 +47,7 @@ class ProgramKey:
     num_stop_slots: int
     num_bias_slots: int
     num_logprobs: int | None = None
+    processed_logprobs: bool = False
     processor: LogitsProcessor | None = None
     exact_width: int = 0
     """Rows that every forward of the target is padded to; 0: no exact mode."""
@@ -120,6 +121,7 @@ def build(lm: Any, key: ProgramKey) -> tuple[Strategy, StrategyParams]:
         capacity=key.capacity,
         processor=key.processor,
         num_logprobs=key.num_logprobs,
+        processed_logprobs=key.processed_logprobs,
         observe=key.observe,
     )
     return strategy, StrategyParams(target=lm.params, drafter=drafter_params)

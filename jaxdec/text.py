@@ -3,13 +3,13 @@
 Input is checked before any model call. A batch of requests with different prompts,
 lengths, temperatures, limits and seeds is one call of one compiled program. The host
 looks at the tokens only where it must: after the first step (time to first token), and
-every few steps where stop strings or a stream ask for text.
+every few steps where stop strings, a stream or a caller who may cancel ask for it.
 """
 
 import dataclasses
 import functools
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,9 +36,10 @@ class Generated:
     stop_token: int | None = None
     """The token that stopped it, for ``finish_reason == "stop_token"``."""
     logprobs: tuple[float, ...] | None = None
-    """Of each token under the raw logits, if asked for."""
+    """Of each token, if asked for: under the raw logits, or as it was sampled."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
-    """Of each place, the likeliest tokens and their log-probabilities."""
+    """Of each place, the likeliest tokens and their log-probabilities; tokens that
+    cannot be drawn are left out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,14 +87,16 @@ def generate(
     max_new_tokens: Any = 128,
     temperature: Any = None,
     seed: Any = 0,
-    stop: str | Sequence[str] = (),
-    stop_tokens: Sequence[int] | None = None,
+    stop: str | Sequence[Any] = (),
+    stop_tokens: Sequence[Any] | None = None,
     chat: bool | None = None,
     system: str | None = None,
     logprobs: int | None = None,
+    processed_logprobs: bool = False,
     processor: LogitsProcessor | None = None,
     exact: bool | int = False,
     output_format: str | None = None,
+    cancelled: Callable[[], bool] | None = None,
     **sampling: Any,
 ) -> Outputs:
     """Decodes every prompt with one strategy.
@@ -107,12 +110,17 @@ def generate(
         temperature: 0 is greedy. None is 0.7 for ``"sample"`` and 0 otherwise.
         seed: a whole number or a JAX key, or one per request; the same seed gives the
             same tokens whatever the strategy (with the rule ``match``) and the batch.
-        stop: stop strings; the text ends before the first one found.
-        stop_tokens: ids that end an answer; None takes the model's own.
+        stop: stop strings, or a list of them per request; the text ends before the
+            first one found.
+        stop_tokens: ids that end an answer, or a list of them per request; None takes
+            the model's own.
         chat: whether to apply the chat template to text; None does if there is one.
         system: system message for chat prompts given as text.
         logprobs: None, or how many likeliest tokens to report at each place (0: only
-            the emitted token's).
+            the emitted token's), under the raw logits.
+        processed_logprobs: report `logprobs` of the sampling distribution instead:
+            after penalties, temperature and filters, so at temperature 0 the emitted
+            token is certain.
         processor: custom pure ``(tokens[L], length, logits[V]) -> logits[V]``; a new
             function object is one compilation.
         exact: pad every forward, plain decoding's too, to the same number of rows, so
@@ -121,6 +129,8 @@ def generate(
             that are to be compared the same value.
         output_format: ``"json"`` or a regular expression that each text should match;
             the evidence then has a success rate.
+        cancelled: asked after the first step and every few steps; once it is true,
+            requests that still run end with what they have said so far.
         **sampling: see `jaxdec.sampling_params.make_sampling_params`.
 
     Raises:
@@ -139,9 +149,11 @@ def generate(
         chat=chat,
         system=system,
         logprobs=logprobs,
+        processed_logprobs=processed_logprobs,
         processor=processor,
         exact=exact,
         output_format=output_format,
+        cancelled=cancelled,
         **sampling,
     )
     return execute(call)
@@ -164,7 +176,8 @@ def stream(
 
     Pieces are valid UTF-8 and never hold part of a stop string; together they are the
     text that `generate` returns. The value of the generator (what ``yield from`` gives)
-    is what `generate` would have returned.
+    is what `generate` would have returned. It may be closed at any place: nothing that
+    was computed is held by the model.
 
     Args:
         lm: from `jaxdec.load`.
@@ -178,11 +191,14 @@ def stream(
     if not 1 <= segment <= SEGMENT:
         raise ValueError(f"segment must be 1 to {SEGMENT} steps, got {segment}")
     call = check(lm, prompt, single=True, **options)
-    texts = [TextStream(lm.tokenizer, call.stop_strings)]
+    texts = _text_streams(call)
     done = None
     for done in _segments(call, texts, segment):
         if done.pieces[0].text or done.pieces[0].tokens:
             yield done.pieces[0]
+        if _is_cancelled(call, done):
+            done = _cancelled(done)
+            break
     rest = texts[0].finish()
     yield Piece(text=rest, tokens=(), finish_reason=_label(done.finish[0]))
     return _outputs(call, texts, done)
@@ -190,16 +206,23 @@ def stream(
 
 def execute(call: Call) -> Outputs:
     """Runs a checked call to its end."""
-    texts = [TextStream(call.lm.tokenizer, call.stop_strings) for _ in call.prompts]
+    texts = _text_streams(call)
     # Without stop strings nobody needs to look before the end.
-    segment = SEGMENT if call.stop_strings else call.key.num_slots
+    looks = any(call.stop_strings) or call.cancelled is not None
+    segment = SEGMENT if looks else call.key.num_slots
     done = None
-    for segment_done in _segments(call, texts, segment):
-        done = segment_done
+    for done in _segments(call, texts, segment):
+        if _is_cancelled(call, done):
+            done = _cancelled(done)
+            break
     if call.lm.tokenizer is not None:
         for text in texts:
             text.finish()
     return _outputs(call, texts, done)
+
+
+def _text_streams(call: Call) -> list[TextStream]:
+    return [TextStream(call.lm.tokenizer, strings) for strings in call.stop_strings]
 
 
 def _outputs(call: Call, texts: list[TextStream], done: "_Segment") -> Outputs:
@@ -288,6 +311,21 @@ def _segments(call: Call, texts: list[TextStream], segment: int) -> Iterator[_Se
         started = time.perf_counter()
 
 
+def _is_cancelled(call: Call, done: _Segment) -> bool:
+    """Whether the caller gives up what still runs."""
+    is_running = bool(np.any(done.finish == FinishReason.NONE))
+    return is_running and call.cancelled is not None and bool(call.cancelled())
+
+
+def _cancelled(done: _Segment) -> _Segment:
+    """Where a call stands when nothing more is run."""
+    is_running = done.finish == FinishReason.NONE
+    finish = np.where(is_running, np.int32(FinishReason.CANCELLED), done.finish)
+    return dataclasses.replace(
+        done, finish=finish, run=dataclasses.replace(done.run, finish=finish)
+    )
+
+
 def _spoken(tokens: list[int], finish: int) -> list[int]:
     """Without the stop token: it ends the text and is no part of it."""
     return tokens[:-1] if finish == FinishReason.STOP_TOKEN else tokens
@@ -324,7 +362,8 @@ def _logprobs(call: Call, done: _Segment, row: int) -> dict:
             own.append(float(info.logprobs[row, step, place]))
             ids = info.top_tokens[row, step, place].tolist()
             values = info.top_logprobs[row, step, place].tolist()
-            top.append(tuple(zip(ids, values, strict=True)))
+            pairs = zip(ids, values, strict=True)
+            top.append(tuple(pair for pair in pairs if pair[1] > -np.inf))
     return {"logprobs": tuple(own), "top_logprobs": tuple(top)}
 
 

@@ -55,7 +55,7 @@ class FinishReason(enum.IntEnum):
     NONFINITE = 4
     """The target's logits held NaN or +inf, or every token was banned."""
     CANCELLED = 5
-    """The caller gave up on the request."""
+    """The caller gave up on the request (set by the host between segments)."""
 
     @property
     def label(self) -> str:
@@ -232,7 +232,8 @@ class StepInfo:
     num_emitted: Int[Array, "B"]
     """Tokens appended to the sequence: accepted drafts, then the target's token."""
     logprobs: Float[Array, "B T"]
-    """Log-probability of each emitted token (zeros unless asked for)."""
+    """Log-probability of each emitted token (zeros unless asked for), raw or processed
+    as the strategy was built."""
     top_logprobs: Float[Array, "B T n"]
     top_tokens: Int[Array, "B T n"]
     observed: Any = ()

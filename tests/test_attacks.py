@@ -105,6 +105,15 @@ def test_certify_takes_temperatures_as_a_jax_array(lm):
     assert jaxdec.certify(lm, [PROMPT, "x"], "sample", outputs=out).passed
 
 
+def test_certify_knows_the_stop_tokens_of_each_request(lm):
+    options = dict(strategy="sample", temperature=0.0, max_new_tokens=4)
+    free = jaxdec.generate(lm, [PROMPT] * 2, stop_tokens=[], **options)
+    stops = [[free[0].tokens[1]], []]
+    out = jaxdec.generate(lm, [PROMPT] * 2, stop_tokens=stops, **options)
+    assert [item.tokens for item in out] == [free[0].tokens[:2], free[0].tokens]
+    assert jaxdec.certify(lm, [PROMPT] * 2, "sample", outputs=out).passed
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers_sampling import make_sequences
 from helpers_tiny import write_model
 
 import jaxdec
-from jaxdec import measure, scoring
+from jaxdec import measure, sampling, scoring
 from jaxdec.detokenize import TextStream
+from jaxdec.models.decoder import make_model
 
 PROMPTS = ["abcabcabcabc", "the cat and the cat and", "x"]
 STRATEGIES = ("greedy", "sample", jaxdec.lookup(3), jaxdec.self_draft(1, length=3))
@@ -54,6 +56,88 @@ def test_stream_equals_generate(lm, strategy):
         assert tuple(t for p in pieces for t in p.tokens) == whole.tokens
         assert pieces[-1].finish_reason == whole.finish_reason
         assert all(p.finish_reason is None for p in pieces[:-1])
+
+
+def test_b24_a_closed_stream_leaves_nothing_behind(lm):
+    """Close after each of the first pieces and go on from there: the same tokens."""
+    options = dict(strategy="lookup", temperature=0.8, seed=5)
+    prompt = lm.tokenizer.encode(PROMPTS[0])
+    whole = jaxdec.generate(lm, prompt, max_new_tokens=40, **options)[0]
+    for num_pieces in range(1, 11):
+        pieces = jaxdec.stream(lm, prompt, segment=1, max_new_tokens=40, **options)
+        said = [t for _ in range(num_pieces) for t in next(pieces).tokens]
+        pieces.close()
+        assert num_pieces <= len(said) < 40
+        rest = jaxdec.generate(
+            lm, [*prompt, *said], max_new_tokens=40 - len(said), **options
+        )
+        assert (*said, *rest[0].tokens) == whole.tokens
+
+
+@pytest.mark.parametrize("strategy", ["sample", "lookup"])
+def test_cancelled_requests_keep_what_they_said(lm, strategy):
+    options = dict(temperature=0.8, seed=5)
+    whole = jaxdec.generate(
+        lm, PROMPTS, strategy="sample", max_new_tokens=[1, 40, 40], **options
+    )
+    for times in (1, 2, 3):
+        answers = iter([False] * (times - 1) + [True])
+        out = jaxdec.generate(
+            lm,
+            PROMPTS,
+            strategy=strategy,
+            max_new_tokens=[1, 40, 40],
+            cancelled=lambda answers=answers: next(answers),
+            **options,
+        )
+        reasons = [item.finish_reason for item in out]
+        assert reasons == ["length", "cancelled", "cancelled"]
+        record = measure.evidence(out.run, out, with_costs=False)
+        assert record.finish_reasons == {"length": 1, "cancelled": 2}
+        for item, full, row in zip(out, whole, record.requests, strict=True):
+            num = len(item.tokens)
+            assert item.tokens == full.tokens[:num]
+            assert item.text == lm.tokenizer.decode(item.tokens)
+            assert row.num_emitted == num
+            assert row.num_steps == (1 if len(full.tokens) == 1 else 8 * times - 7)
+        assert 8 * times - 7 <= len(out[1].tokens) < 40
+
+
+def test_cancelled_is_asked_between_segments_and_only_while_something_runs(lm):
+    asked = []
+
+    def after(times):
+        asked.clear()
+        return lambda: asked.append(1) or len(asked) == times
+
+    options = dict(strategy="lookup", temperature=0.8, seed=5, max_new_tokens=40)
+    whole = jaxdec.generate(lm, PROMPTS[0], **options)[0]
+    pieces = jaxdec.stream(lm, PROMPTS[0], segment=2, cancelled=after(4), **options)
+    shown = []
+    while (piece := next(pieces)).finish_reason is None:
+        shown.append(piece)
+        assert len(asked) == len(shown) - 1
+    assert (piece.finish_reason, piece.tokens, len(asked)) == ("cancelled", (), 4)
+    with pytest.raises(StopIteration) as end:
+        next(pieces)
+    item = end.value.value[0]
+    assert item.finish_reason == "cancelled"
+    assert item.tokens == tuple(t for p in shown for t in p.tokens)
+    assert item.tokens == whole.tokens[: len(item.tokens)] and len(item.tokens) >= 7
+    assert item.text == "".join(p.text for p in [*shown, piece])
+    for limit in (0, 1):
+        nothing = options | dict(max_new_tokens=limit, cancelled=after(1))
+        out = jaxdec.generate(lm, PROMPTS[0], **nothing)
+        assert out[0].finish_reason == "length" and asked == []
+
+    def breaks():
+        raise RuntimeError("no answer")
+
+    with pytest.raises(RuntimeError, match="no answer"):
+        jaxdec.generate(lm, PROMPTS[0], cancelled=breaks, **options)
+    assert jaxdec.generate(lm, PROMPTS[0], **options)[0] == whole
+    with pytest.raises(ValueError, match="it must be a function"):
+        jaxdec.call.check(lm, PROMPTS[0], cancelled=True)
 
 
 @pytest.mark.parametrize("strategy", ["greedy", "lookup"])
@@ -142,6 +226,109 @@ def test_logprobs_equal_a_teacher_forced_pass(lm, strategy):
             assert own <= values[0] + 1e-6
             if token in dict(top):
                 assert own == pytest.approx(dict(top)[token], abs=1e-6)
+
+
+def teacher_forced_laws(lm, prompts, answers, options):
+    """The sampling distribution at each place of answers that are already there.
+
+    Each place is a row of its own, whose committed tokens are all that came before it.
+    """
+    model = make_model(lm.config)
+    whole = [[*p, *a] for p, a in zip(prompts, answers, strict=True)]
+    size = max(map(len, whole))
+    tokens = jnp.asarray([row + [0] * (size - len(row)) for row in whole], jnp.int32)
+    rows = [r for r, a in enumerate(answers) for _ in a]
+    ends = [len(prompts[r]) + i for r, a in enumerate(answers) for i in range(len(a))]
+    places = make_sequences(
+        [whole[r][:end] for r, end in zip(rows, ends, strict=True)],
+        1,
+        capacity=size,
+        stop_tokens=lm.stop_tokens,
+        **{
+            name: [v[r] for r in rows] if isinstance(v, list) else v
+            for name, v in options.items()
+        },
+    ).replace(prompt_length=jnp.asarray([len(prompts[r]) for r in rows], jnp.int32))
+    rows, last = jnp.asarray(rows, jnp.int32), jnp.asarray(ends, jnp.int32) - 1
+
+    @jax.jit
+    def laws(params, tokens, places):
+        position = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), tokens.shape)
+        cache = model.init_cache(len(whole), 256)
+        _, output = model.forward(params, cache, tokens, position, None)
+        nodes = sampling.chain_nodes(tokens[rows, last][:, None])
+        adjusted = sampling.adjust(places, nodes, output.logits[rows, last][:, None])
+        return sampling.log_probs(places.sampling, adjusted)[:, 0]
+
+    found = np.asarray(laws(lm.params, tokens, places))
+    return np.split(found, np.cumsum([len(a) for a in answers])[:-1])
+
+
+def test_processed_logprobs_equal_a_teacher_forced_pass(lm):
+    """Penalties, bias, bans, temperature and filters, as each token was drawn."""
+    options = dict(
+        temperature=[0.9, 0.0, 1.3],
+        top_k=[20, 0, 0],
+        top_p=[1.0, 1.0, 0.8],
+        min_p=[0.0, 0.0, 0.02],
+        repetition_penalty=[1.2, 1.5, 1.0],
+        frequency_penalty=[0.0, 0.3, 0.2],
+        logit_bias=[{101: 3.0}, None, {7: -1.0}],
+        min_new_tokens=8,
+        no_repeat_ngram=[0, 0, 3],
+    )
+    options_of_call = dict(max_new_tokens=20, seed=[3, 4, 5], **options)
+    out = jaxdec.generate(
+        lm,
+        PROMPTS,
+        strategy=jaxdec.self_draft(2, length=3),
+        logprobs=30,
+        processed_logprobs=True,
+        **options_of_call,
+    )
+    plain = jaxdec.generate(lm, PROMPTS, strategy="sample", **options_of_call)
+    assert tokens_of(out) == tokens_of(plain)
+    assert (out.run.info.num_emitted > 1).any(axis=1).all()
+    laws = teacher_forced_laws(lm, out.run.call.prompts, tokens_of(out), options)
+    for item, law in zip(out, laws, strict=True):
+        own = law[np.arange(len(law)), list(item.tokens)]
+        np.testing.assert_allclose(item.logprobs, own, atol=2e-4)
+        for place, top in zip(law, item.top_logprobs, strict=True):
+            values = [value for _, value in top]
+            best = np.sort(place[place > -np.inf])[::-1][:30]
+            np.testing.assert_allclose(values, best, atol=2e-4)
+            np.testing.assert_allclose(place[[t for t, _ in top]], values, atol=2e-4)
+    assert out[1].logprobs == (0.0,) * len(out[1].tokens)
+    assert [len(top) for top in out[1].top_logprobs] == [1] * len(out[1].tokens)
+    assert {len(top) for top in out[0].top_logprobs} == {20}
+
+
+def test_each_request_has_its_own_stops(lm):
+    """In a batch each request ends where it ends alone, and for the same reason."""
+    free = jaxdec.generate(lm, PROMPTS, max_new_tokens=24, stop_tokens=[])
+    token = free[0].tokens[-2]
+    letter = next(c for c in free[2].text if c.isalpha())
+    decode = lm.tokenizer.decode
+    ends = [
+        free[0].tokens.index(token) + 1,
+        24,
+        next(n for n in range(25) if letter in decode(free[2].tokens[:n])),
+    ]
+    assert token in free[1].tokens and ends[0] > 8 and ends[2] > 8
+    stops = dict(
+        stop_tokens=[[token, 7], [], None],
+        stop=[None, ["unsaid", "\N{SNOWMAN}"], letter],
+    )
+    out = jaxdec.generate(
+        lm, PROMPTS, strategy=jaxdec.lookup(3), max_new_tokens=24, **stops
+    )
+    wanted = [item.tokens[:n] for item, n in zip(free, ends, strict=True)]
+    assert tokens_of(out) == wanted
+    reasons = [item.finish_reason for item in out]
+    assert reasons == ["stop_token", "length", "stop_string"]
+    assert out[0].stop_token == token
+    evidence = measure.evidence(out.run, out, with_costs=False)
+    assert evidence.sampling["stop_tokens"] == [[token, 7], [], [256]]
 
 
 def test_other_values_compile_nothing(lm):
@@ -233,6 +420,11 @@ def test_nothing_asked_for_calls_no_model(lm, monkeypatch):
         ("a", {"max_new_tokens": [1, 2]}, "2 values for 1 prompts"),
         ("a", {"top_p": 1.5}, "top_p"),
         ("a", {"stop_tokens": [400]}, "stop token 400"),
+        ("a", {"processed_logprobs": True}, "logprobs is None; pass logprobs=0"),
+        ("a", {"stop_tokens": [[1], [2]]}, "stop_tokens has 2 values for 1 prompts"),
+        ("a", {"stop_tokens": [[400]]}, "stop token 400"),
+        ("a", {"stop": [["x"], "y"]}, "stop has 2 values for 1 prompts"),
+        ("a", {"stop": [["x", 3]]}, "stop strings must be non-empty"),
         ("a", {"stop": [""]}, "stop strings must be non-empty"),
         ("a", {"seed": -3}, "a seed is a whole number"),
         ("a", {"seed": 0.5}, "a seed is a whole number"),
