@@ -98,8 +98,10 @@ def find_format(
             return _PARALLEL
         is_descendant = architecture == "LlamaForCausalLMEagle3"
         return _SPECFORGE if is_descendant or "eagle_config" in values else _ORIGINAL_3
+    # Block drafters with two taps have such a matrix too, and norms besides.
     width = values.get("hidden_size")
-    if isinstance(width, int) and shapes.get("fc.weight") == (width, 2 * width):
+    joins_two = isinstance(width, int) and shapes.get("fc.weight") == (width, 2 * width)
+    if joins_two and not {"norm.weight", "hidden_norm.weight"} & set(shapes):
         return _ORIGINAL_1
     return None
 
