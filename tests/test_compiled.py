@@ -6,6 +6,7 @@ invisible in the Python code; so is a host callback. These tests read the compil
 
 import dataclasses
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ def request_shapes(capacity):
         num_stop_slots=4,
         num_bias_slots=8,
     )
-    return program.abstract_request(None, key)
+    return program.abstract_request(types.SimpleNamespace(mesh=None), key)
 
 
 def compiled_texts(name, capacity, sharding=None):
