@@ -80,8 +80,6 @@ def pytest_generate_tests(metafunc):
 def well_optimised(request, monkeypatch):
     """The real model's programs are worth optimising."""
     if "real" in request.keywords:
-        options = {
-            "xla_backend_optimization_level": 3,
-            "xla_cpu_use_fusion_emitters": True,
-        }
-        monkeypatch.setattr("jaxdec.program.COMPILER_OPTIONS", options)
+        import toy
+
+        monkeypatch.setattr("jaxdec.program.COMPILER_OPTIONS", toy.OPTIMISED)

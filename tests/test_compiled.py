@@ -11,6 +11,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+import toy
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxdec import decoding, program, strategies
@@ -124,10 +125,11 @@ def compiled_texts(name, capacity, sharding=None):
     steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
     prefill = programs.prefill.trace(put(params), put(request))
     loop = programs.generate.trace(put(params), put(state), steps)
+    options = toy.OPTIMISED if sharding is None else None
     platforms = {} if sharding is None else {"lowering_platforms": ("tpu",)}
     return {
-        "prefill": prefill.lower(**platforms).compile().as_text(),
-        "loop": loop.lower(**platforms).compile().as_text(),
+        "prefill": prefill.lower(**platforms).compile(options).as_text(),
+        "loop": loop.lower(**platforms).compile(options).as_text(),
     }
 
 
