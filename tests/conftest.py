@@ -61,6 +61,7 @@ SLOW = (
     "test_mesh.py",
     "test_trained.py::test_every_name_gives_plain_decoding[0.7",
     "test_trained.py::test_a_certificate_of_a_tree",
+    "test_trained.py::test_evidence_of_a_confidence",
     "test_trained.py::test_a_stream_says_the_same",
     "test_cli.py::test_capital_of_france",
     "test_certify.py::test_wrong_rules_break_the_law[no residual]",
