@@ -3,14 +3,17 @@
 import dataclasses
 import functools
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.drafters.eagle import read_eagle, recognise
+from jaxdec.io.drafters.read import open_drafter
 from jaxdec.io.drafters.sharing import share_with_target
 from jaxdec.io.hf_config import config_from_hf
 from jaxdec.io.safetensors import open_stored, read_json
@@ -463,3 +466,16 @@ def test_pickled_files(tmp_path):
     path.write_bytes(b"no pickle")
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_torch_file(path)
+
+
+def test_a_pickled_drafter_is_found_by_the_front_door(tmp_path, monkeypatch):
+    """Only reading such a file needs PyTorch; finding it does not."""
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    shutil.copy(CASES / "drafters" / "eagle3" / "config.json", folder)
+    (folder / "pytorch_model.bin").write_bytes(b"pickled")
+    tensors = load_file(CASES / "drafters" / "eagle3" / "model.safetensors")
+    monkeypatch.setattr("jaxdec.io.drafters.read.read_torch_file", lambda path: tensors)
+    found = open_drafter(folder)
+    assert (found.family, found.format) == ("eagle", "SafeAILab EAGLE-3")
+    assert set(found.tensors) == set(tensors)
