@@ -30,7 +30,7 @@ from jaxdec.models.attention import attend_all, attend_beside
 from jaxdec.models.block_heads import ConfidenceHead, MarkovHead
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import prefers_out_first
-from jaxdec.models.layers import Linear, Mlp, Norm, matmul
+from jaxdec.models.layers import Linear, Mlp, Norm, matmul, take_rows
 from jaxdec.models.rope import rotate, rotation
 from jaxdec.types import DrafterParams
 
@@ -183,7 +183,7 @@ class BlockNetwork(nnx.Module):
         """Rows of the embedding, scaled where the target's are."""
         own = self.embedding
         table = shared["embedding"] if own is None else own[...]
-        x = jnp.take(table, tokens, axis=0, mode="clip").astype(jnp.float32)
+        x = take_rows(table, tokens)
         if self.config.embedding_scale != 1.0:
             # The published models round the scale to the weights' dtype.
             scale = jnp.asarray(self.config.embedding_scale, table.dtype)

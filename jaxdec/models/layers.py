@@ -48,6 +48,19 @@ def matmul(x: Float[Array, "... I"], weight: Array, *, out_first: bool) -> Array
     return rows[:num].reshape(*shape[:-1], rows.shape[-1])
 
 
+def take_rows(
+    table: Float[Array, "V E"], index: Int[Array, "*axes"]
+) -> Float[Array, "*axes E"]:
+    """Rows of a table as float32; an index out of range takes the nearest row.
+
+    XLA on CPU reads bfloat16 as float32, and would convert the whole table before a
+    loop, at every call (50 ms and 113 MB for an embedding of 28 million weights); with
+    the barrier it converts the rows.
+    """
+    table, index = jax.lax.optimization_barrier((table, index))
+    return jnp.take(table, index, axis=0, mode="clip").astype(jnp.float32)
+
+
 class Linear(nnx.Module):
     """A matrix, stored the way the backend multiplies by it fastest."""
 

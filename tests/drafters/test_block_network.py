@@ -235,8 +235,8 @@ def test_a_reduced_vocabulary_is_the_whole_one_without_the_others(coupled):
         narrow, probs = drafting.sample(
             vocabulary, rows, nodes, logits, coupled=coupled
         )
-        return (narrow, probs), sampling.draft_sample(
-            rows, nodes, wide, coupled=coupled
+        return (narrow, probs), drafting.sample(
+            None, rows, nodes, wide, coupled=coupled
         )
 
     for seed in range(20):
