@@ -47,6 +47,14 @@ def pytest_configure(config):
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Keeps a file together: its tests share what they have compiled."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 def pytest_generate_tests(metafunc):
     marker = metafunc.definition.get_closest_marker("golden")
     if marker is not None:

@@ -41,6 +41,7 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens, position):
         """Tap 0: the residual stream that enters the first layer."""
+        # Ids are in range by contract; "clip" keeps scratch rows from making NaN.
         x = take_rows(self.embedding[...], tokens)
         if self.config.embedding_scale != 1.0:
             # The published models round the scale to the weights' dtype.

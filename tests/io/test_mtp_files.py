@@ -10,6 +10,7 @@ import pytest
 from conftest import LLAMA, random_tensors, write_folder, write_gguf
 
 from jaxdec.io.checkpoint import CheckpointError, expected_tensors, shapes_of
+from jaxdec.io.drafters.layer_config import left_out
 from jaxdec.io.drafters.mtp import read_mtp, read_native, recognise
 from jaxdec.io.gguf import load_gguf
 from jaxdec.io.hf_config import config_from_hf
@@ -442,6 +443,18 @@ def test_speculators_configurations_are_differences():
         None,
     )
     assert found.config.block == config.block and not found.config.block.qk_norm
+    given = [c for c in found.facts["choices"] if c.startswith("the layers'")]
+    assert given == []
+    del layers["vocab_size"]
+    text = "the layers' vocab_size is not given; 32000"
+    with pytest.raises(CheckpointError, match="needs .32000, 16"):
+        read_mtp(
+            speculators(layers),
+            in_layout("speculators", tensors)
+            | {"lm_head.weight": np.ones((40, 16), np.float32)},
+            None,
+        )
+    assert text in left_out(layers)
 
 
 def test_errors_list_all_tensors_by_their_names():
