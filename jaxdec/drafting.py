@@ -7,6 +7,9 @@ is always drawn for V tokens and then picked, so that a token has the same noise
 whichever vocabulary it is drawn from.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -49,6 +52,56 @@ def adjust(
     return jax.lax.cond(is_needed, adjusted, lambda: logits)
 
 
+def choose(
+    choose_fn: Callable[[Float[Array, "B T W"]], Any],
+    vocabulary: Vocabulary | None,
+    sequences: Sequences,
+    nodes: Nodes,
+    logits: Float[Array, "B T W"],
+    *,
+    noise_at: Nodes | None,
+    processor: LogitsProcessor | None = None,
+) -> Any:
+    """What `choose_fn` takes of what a drafter compares under the rule `match`.
+
+    That is its logits, adjusted and tempered, plus the noise of the target at their
+    positions. No filters: they can only remove agreement. A drafter with the target's
+    logits is then always right, unless the target filters.
+
+    Where a request asks for none of this the bare logits are compared, in a branch of
+    its own: one that returned them would copy them.
+
+    Args:
+        choose_fn: ``scores -> pytree``, for example the index of the largest.
+        vocabulary: of the logits; None is all of the target's.
+        sequences: committed tokens and sampling parameters.
+        nodes: the context of each row of logits.
+        logits: the drafter's.
+        noise_at: the nodes whose positions' noise is added, or one for all; None is no
+            noise and no temperature.
+        processor: custom processor.
+    """
+    sampling_params = sequences.sampling
+    is_noisy = jnp.bool_(False)
+    if noise_at is not None:
+        is_noisy = jnp.any(sampling_params.temperature > 0)
+
+    def full():
+        scores = adjust(vocabulary, sequences, nodes, logits, processor)
+        if noise_at is not None:
+            scores = jax.lax.cond(
+                is_noisy,
+                lambda: sampling.perturbed(sequences, noise_at, scores, vocabulary),
+                lambda: scores,
+            )
+        return choose_fn(scores)
+
+    if processor is not None:
+        return full()
+    is_full = is_noisy | sampling.needs_adjustment(sampling_params)
+    return jax.lax.cond(is_full, full, lambda: choose_fn(logits))
+
+
 def sample(
     vocabulary: Vocabulary | None,
     sequences: Sequences,
@@ -58,32 +111,36 @@ def sample(
     coupled: bool,
     processor: LogitsProcessor | None = None,
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
-    """`sampling.draft_sample` for logits over a smaller vocabulary.
+    """A drafter's own sample after every node. Greedy rows take the largest logit.
+
+    Args:
+        vocabulary: of the logits; None is all of the target's.
+        sequences: committed tokens and sampling parameters.
+        nodes: the nodes to draft from.
+        logits: the drafter's, after each node.
+        coupled: True for the rule `match`, see `choose`; False for `rejection`, see
+            `jaxdec.sampling.independent_sample`.
+        processor: custom processor, as in `jaxdec.sampling.judge`.
 
     Returns:
         Tokens of the target; and, if not coupled, the distribution over its vocabulary
         that they were drawn from.
     """
-    if vocabulary is None or not coupled:
-        return sampling.draft_sample(
-            sequences,
-            nodes,
-            widen(vocabulary, logits),
-            coupled=coupled,
-            processor=processor,
-        )
-    adjusted = adjust(vocabulary, sequences, nodes, logits, processor)
-
-    def draw():
-        scores = sampling.perturbed(sequences, nodes, adjusted, vocabulary)
-        return sampling.first_max(scores)[0]
-
-    index = jax.lax.cond(
-        jnp.any(sequences.sampling.temperature > 0),
-        draw,
-        lambda: sampling.first_max(adjusted)[0],
+    if not coupled:
+        wide = widen(vocabulary, logits)
+        return sampling.independent_sample(sequences, nodes, wide, processor)
+    index = choose(
+        lambda scores: sampling.first_max(scores)[0],
+        vocabulary,
+        sequences,
+        nodes,
+        logits,
+        noise_at=nodes,
+        processor=processor,
     )
-    return jnp.take(vocabulary.target_ids, index, mode="clip"), None
+    if vocabulary is not None:
+        index = jnp.take(vocabulary.target_ids, index, mode="clip")
+    return index, None
 
 
 def sample_block(

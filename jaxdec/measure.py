@@ -185,6 +185,21 @@ def step_parts(lm: Any, program: Program) -> tuple[Body, Body, Body, Body, Body]
     model = target_model(lm, key, drafter.taps)
     num = program.strategy.max_length
     shape = (key.batch_size, num + 1)
+    depth = num if drafter.max_depth is None else drafter.max_depth
+    parents = None
+    if drafter.max_depth is not None:
+        # A tree of that depth, all levels alike.
+        level = -(-num // depth)
+        parents = jnp.maximum(jnp.arange(1 - level, num + 1 - level), 0)
+        parents = jnp.broadcast_to(parents.astype(jnp.int32), (shape[0], num))
+
+    def nodes_of(sequences):
+        draft = Draft(
+            tokens=jax.lax.dynamic_slice_in_dim(sequences.tokens, 1, num, axis=1),
+            parents=parents,
+            length=jnp.full((shape[0],), num, jnp.int32),
+        )
+        return sampling.draft_nodes(sequences.tokens[:, 0], draft)
 
     def step(params, state):
         # A row that stays as long as it is can be stepped as often as one likes.
@@ -200,11 +215,11 @@ def step_parts(lm: Any, program: Program) -> tuple[Body, Body, Body, Body, Body]
 
     def forward(params, state):
         sequences = state.sequences
-        tokens = jax.lax.dynamic_slice_in_dim(sequences.tokens, 0, num + 1, axis=1)
-        offset = jnp.arange(num + 1, dtype=jnp.int32)[None]
-        position = (sequences.length - 1)[:, None] + offset
+        nodes = nodes_of(sequences)
+        position = (sequences.length - 1)[:, None] + nodes.depth
+        mask = None if parents is None else nodes.ancestors
         cache, output = model.forward(
-            params.target, state.cache, tokens, position, None
+            params.target, state.cache, nodes.tokens, position, mask
         )
         # The engine reads logits by their maximum, at least; so the head counts.
         found = jnp.sum(sampling.first_max(output.logits)[0])
@@ -218,23 +233,26 @@ def step_parts(lm: Any, program: Program) -> tuple[Body, Body, Body, Body, Body]
         return state.replace(sequences=sequences, drafter=drafter_state)
 
     def extend(params, state):
+        # Nothing is committed, so that the next round finds the same state; but XLA
+        # must not know, nor that every round does the same.
+        sequences = state.sequences
+        zero = jnp.minimum(sequences.tokens[:, 0], 0)
+        rows = (shape[0], depth + 1)
         commit = Commit(
-            tokens=jnp.zeros((shape[0], shape[1] + 1), jnp.int32)
-            + state.sequences.tokens[:, :1],
-            features=jnp.zeros((*shape, model.num_features), jnp.float32),
-            length=jnp.zeros((shape[0],), jnp.int32),
+            tokens=jnp.broadcast_to(zero[:, None], (rows[0], rows[1] + 1)),
+            features=jnp.zeros((*rows, model.num_features), jnp.float32)
+            + zero[:, None, None].astype(jnp.float32),
+            length=zero,
         )
         drafter_state = drafter.extend(params.drafter, state.drafter, commit)
-        return state.replace(drafter=drafter_state)
+        return state.replace(
+            sequences=_touched(sequences, _broken(drafter_state)), drafter=drafter_state
+        )
 
     def judge(params, state):
         del params
         sequences = state.sequences
-        draft = Draft(
-            tokens=jax.lax.dynamic_slice_in_dim(sequences.tokens, 1, num, axis=1),
-            length=jnp.full((shape[0],), num, jnp.int32),
-        )
-        nodes = sampling.draft_nodes(sequences.tokens[:, 0], draft)
+        nodes = nodes_of(sequences)
         logits = jnp.zeros((*shape, model.vocab_size), jnp.float32)
         logits = logits + sequences.tokens[:, :1, None].astype(jnp.float32)
         judgement = sampling.judge(sequences, nodes, logits, processor=key.processor)
@@ -251,6 +269,15 @@ def _rewound(after: DecodeState, before: DecodeState) -> Any:
         return old if jnp.issubdtype(new.dtype, jnp.integer) else new
 
     return jax.tree.map(pick, after.drafter, before.drafter)
+
+
+def _broken(tree: Any) -> Any:
+    """-2 if the first entry of some array is NaN, which it is not; XLA cannot know."""
+    found = jnp.bool_(False)
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            found = found | jnp.isnan(leaf[(0,) * leaf.ndim])
+    return jnp.where(found, jnp.int32(-2), jnp.int32(0))
 
 
 def _touched(sequences, value):

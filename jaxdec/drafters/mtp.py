@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxdec import sampling
+from jaxdec import drafting, sampling
 from jaxdec.cache import KVCache
 from jaxdec.drafters.recurrent import HeldRows, RecurrentNet, chain
 from jaxdec.models.mtp import MtpNetwork
@@ -208,7 +208,8 @@ def module_chain(
 
         def draft_one(carry, node):
             held, context, carried, lasts, normed = carry
-            token, log_probs = sampling.draft_sample(
+            token, log_probs = drafting.sample(
+                None,
                 sequences,
                 sampling.chain_nodes(context[:, num:], node),
                 network.head(params, normed),

@@ -186,9 +186,8 @@ def test_a_smaller_vocabulary_has_the_same_noise():
     def narrow_and_wide(sequences):
         nodes = sampling.chain_nodes(context)
         narrow = drafting.sample(vocabulary, sequences, nodes, logits, coupled=True)
-        wide = sampling.draft_sample(
-            sequences, nodes, drafting.widen(vocabulary, logits), coupled=True
-        )
+        wide = drafting.widen(vocabulary, logits)
+        wide = drafting.sample(None, sequences, nodes, wide, coupled=True)
         return narrow[0], wide[0]
 
     narrow, wide = narrow_and_wide(sequences)
