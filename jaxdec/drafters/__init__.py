@@ -8,6 +8,7 @@ rule judges. The classics are pairs of the two.
     prompt lookup              lookup        match
     speculative sampling       draft_model   rejection, or match with shared noise
     early-exit drafting        draft_model over the target's first layers
+    multi-token prediction     mtp           rejection, or match with shared noise
 
 `extend` learns what a step (or a prefill chunk) made permanent, as a `Commit` that
 pairs each token read with the token that followed it; `propose` drafts from there. A
