@@ -20,7 +20,7 @@ from jaxdec.io.checkpoint import (
     config_from_json,
     config_to_json,
 )
-from jaxdec.io.orbax import load_params, save_params
+from jaxdec.io.orbax import load_metadata, load_params, save_params
 from jaxdec.io.tokenizer import Tokenizer
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import abstract_params
@@ -28,6 +28,7 @@ from jaxdec.models.sharding import check_mesh, param_shardings
 from jaxdec.models.weights import params_from_tensors
 from jaxdec.program import Program, ProgramKey, compile_program
 from jaxdec.rounding import measure_classes
+from jaxdec.trained import add_native
 from jaxdec.types import Params
 
 ORBAX_FILE = "_CHECKPOINT_METADATA"
@@ -53,6 +54,10 @@ class LM:
     name: str = "model"
     content_hash: str = ""
     """Names the weights."""
+    strategies: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    """Strategies that this model alone has, by name: those of its drafters."""
+    notes: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    """Why a strategy that one might expect of this model is not among them."""
     programs: dict[ProgramKey, Program] = dataclasses.field(
         default_factory=dict, repr=False
     )
@@ -149,7 +154,7 @@ def load(
         return _restore(Path(name), dtype, cache_dtype, mesh)
     checkpoint = load_checkpoint(name, dtype, progress)
     check_finite(checkpoint.tensors)
-    return LM(
+    lm = LM(
         config=checkpoint.config,
         params=params_from_tensors(
             checkpoint.config, checkpoint.tensors, dtype, on_host=mesh is not None
@@ -162,11 +167,13 @@ def load(
         name=str(name),
         content_hash=checkpoint.content_hash,
     )
+    add_native(lm, checkpoint)
+    return lm
 
 
 def _restore(folder: Path, dtype: str, cache_dtype: str, mesh: Mesh | None) -> LM:
     """A model that `LM.save` wrote; its arrays are taken as they are."""
-    _, facts = load_params(folder)
+    facts = load_metadata(folder)
     if "config" not in facts:
         raise CheckpointError(
             f"{folder} holds arrays but no model; pass a folder that LM.save wrote"

@@ -124,11 +124,18 @@ def build(lm: Any, key: ProgramKey) -> tuple[Strategy, StrategyParams]:
         num_logprobs=key.num_logprobs,
         processed_logprobs=key.processed_logprobs,
         observe=key.observe,
+        widths=_widths(key),
     )
     if lm.mesh is not None:
         strategy = sharding.on_mesh(strategy, lm.mesh)
         drafter_params = sharding.replicated(drafter_params, lm.mesh)
     return strategy, StrategyParams(target=lm.params, drafter=drafter_params)
+
+
+def _widths(key: ProgramKey) -> tuple[int, ...]:
+    """Of a strategy's forwards; one where they must round alike, or are observed."""
+    is_single = key.exact_width or key.observe is not None or key.accept is not None
+    return () if is_single else key.config.widths
 
 
 def compile_program(lm: Any, key: ProgramKey) -> Program:

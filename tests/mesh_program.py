@@ -99,6 +99,29 @@ def mixture_difference():
     return float(np.abs(np.asarray(one) - np.asarray(many)).max())
 
 
+CASES = Path(__file__).parent / "golden" / "cases"
+TRAINED = {
+    "eagle3_tree": ("targets/llama_gqa", "drafters/e2e_eagle3_tree"),
+    "dspark": ("targets/qwen3", "drafters/e2e_deepspec_dspark"),
+}
+
+
+def trained(name):
+    """Whether a trained drafter drafts on a mesh what it drafts on one device."""
+    target, drafter = (CASES / part for part in TRAINED[name])
+    found = []
+    for mesh in (None, make_mesh((2, 2))):
+        lm = jaxdec.load(target, dtype="float32", mesh=mesh)
+        lm.row_classes = ((1,), tuple(range(2, 33)))
+        jaxdec.add_drafter(lm, jaxdec.load_drafter(drafter, lm))
+        request = REQUEST | {"stop_tokens": []}
+        prompts = [[5, 17, 40], [3, 9], [8, 8, 8, 1], [2]]
+        outputs = jaxdec.generate(lm, prompts, strategy=name, **request)
+        accepted = np.asarray(outputs.run.info.num_accepted)
+        found.append([[list(o.tokens) for o in outputs], accepted.tolist()])
+    return found
+
+
 if __name__ == "__main__":
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -113,4 +136,5 @@ if __name__ == "__main__":
         runs = {name: decode(lm, name) for name in names}
         result[str(shape)] = {"runs": runs, "places": places(lm)}
     result["mixture"] = mixture_difference()
+    result["trained"] = {name: trained(name) for name in TRAINED}
     print(json.dumps(result))

@@ -45,6 +45,15 @@ def test_same_tokens_as_on_one_device(result, shape, name):
     assert all(len(set(tokens)) > 3 for tokens in found)
 
 
+@pytest.mark.parametrize("name", ["eagle3_tree", "dspark"])
+def test_trained_drafters_draft_the_same(result, name):
+    """The same tokens, and as many of them accepted in every step."""
+    one, many = result["trained"][name]
+    assert one == many
+    assert len(set(map(tuple, one[0]))) == 4
+    assert len(set(one[0][1])) > 3  # A row that samples.
+
+
 def test_arrays_are_where_they_should_be(result):
     """Split where it divides: two key/value heads over two devices, but not four."""
     halves, quarters = (result[shape]["places"] for shape in ("(2, 2)", "(1, 4)"))

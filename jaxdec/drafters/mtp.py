@@ -264,6 +264,7 @@ def module_chain(
         init=init,
         extend=extend,
         propose=propose,
+        keeps_state=True,
     )
 
 

@@ -16,8 +16,9 @@ import toy
 from jaxdec.drafters.eagle import eagle, recurrent_net
 from jaxdec.drafters.recurrent_tree import recurrent_tree
 from jaxdec.models.config import ModelConfig
-from jaxdec.models.eagle import init_eagle_params, vocabulary_params
+from jaxdec.models.eagle import init_eagle_params
 from jaxdec.models.eagle_config import EagleConfig
+from jaxdec.models.vocabulary import vocabulary_params
 from jaxdec.types import DrafterParams
 
 LENGTH = 4

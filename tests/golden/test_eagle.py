@@ -16,7 +16,8 @@ import jaxdec
 from jaxdec import sampling
 from jaxdec.drafters.eagle import eagle, recurrent_net
 from jaxdec.drafters.recurrent_tree import best_nodes, grow, recurrent_tree
-from jaxdec.io.drafters.eagle import read_eagle, recognise, share_with_target
+from jaxdec.io.drafters.eagle import read_eagle, recognise
+from jaxdec.io.drafters.sharing import share_with_target
 from jaxdec.io.safetensors import open_stored
 from jaxdec.models.decoder import make_model
 from jaxdec.models.eagle import make_network

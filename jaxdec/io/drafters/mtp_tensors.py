@@ -123,8 +123,10 @@ class ModuleReader:
         self._check_shapes(config, sources)
         read = {name: self._read(config, name, sources[name]) for name in sources}
         tables, origins = self._tables(config)
-        # Under the names that a reader finds in the file.
-        check_finite({sources[name]: tensor for name, tensor in read.items()} | tables)
+        # Under the names that a reader finds in the file; two parts may share one.
+        found = {"embedding.weight": EMBEDDING, "head.weight": HEAD} | sources
+        for name, tensor in (read | tables).items():
+            check_finite({found[name]: tensor})
         config = dataclasses.replace(
             config,
             own_embedding="embedding.weight" in tables,
