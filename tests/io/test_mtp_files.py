@@ -172,6 +172,15 @@ def test_native_layouts(tmp_path, family, layout, source, recycle):
     assert any("overridden" in choice for choice in changed.facts["choices"])
 
 
+def test_a_fastmtp_fine_tune_reads_the_normed_state():
+    values = VALUES["mimo"] | {"mtp_loss_step_weights": [0.5, 0.3, 0.2]}
+    target = config_from_hf(values)
+    _, tensors = canonical(target)
+    found = read_native(values, in_layout("mimo", tensors), target)
+    assert (found.config.hidden_source, found.config.recycle) == ("post", "post")
+    assert any("FastMTP" in choice for choice in found.facts["choices"])
+
+
 def test_swapping_the_columns_is_an_override(tmp_path):
     target = config_from_hf(VALUES["llama"])
     _, tensors = canonical(target)
@@ -432,9 +441,12 @@ def test_speculators_configurations_are_differences():
     assert "mtp_layers.0.self_attn.q_norm.weight" in text
     assert "needs [4096, 8192]" in text
     layers |= SMALL | {"model_type": "llama", "max_position_embeddings": 64}
-    config, tensors = canonical(config_from_hf(layers | {"architectures": None}))
+    rope = {"rope_type": "default", "rope_theta": 777.0}
+    local = {"rope_type": "default", "rope_theta": 1.0}
+    by_kind = {"full_attention": rope, "sliding_attention": local}
+    config, tensors = canonical(config_from_hf(layers | {"rope_parameters": rope}))
     found = read_mtp(
-        speculators(layers),
+        speculators(layers | {"rope_parameters": by_kind}),
         in_layout("speculators", tensors)
         | {
             "model.embed_tokens.weight": np.ones((40, 16), np.float32),
