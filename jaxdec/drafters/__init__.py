@@ -8,6 +8,8 @@ rule judges. The classics are pairs of the two.
     prompt lookup              lookup        match
     speculative sampling       draft_model   rejection, or match with shared noise
     early-exit drafting        draft_model over the target's first layers
+    EAGLE, EAGLE-3, P-EAGLE    eagle         rejection, or match with shared noise
+    EAGLE-2's dynamic tree     eagle_tree    match
 
 `extend` learns what a step (or a prefill chunk) made permanent, as a `Commit` that
 pairs each token read with the token that followed it; `propose` drafts from there. A
