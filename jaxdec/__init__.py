@@ -17,6 +17,7 @@ from jaxdec.compare import compare
 from jaxdec.decoding import autoregressive, jit_programs, speculative
 from jaxdec.evidence import Evidence
 from jaxdec.lm import LM, load
+from jaxdec.loaded_drafter import LoadedDrafter, Tree, load_drafter
 from jaxdec.models.decoder import init_params, make_model
 from jaxdec.report.comparison import Comparison
 from jaxdec.sampling_params import make_sampling_params
@@ -29,6 +30,16 @@ from jaxdec.strategies import (
     self_draft,
 )
 from jaxdec.text import Generated, Outputs, Piece, generate, stream
+from jaxdec.trained import (
+    add_drafter,
+    dflash,
+    dspark,
+    eagle,
+    eagle3,
+    first_of,
+    mtp,
+    trained,
+)
 from jaxdec.types import (
     Acceptance,
     AcceptFn,
@@ -53,6 +64,10 @@ __all__ = [
     # Text API.
     "LM",
     "Comparison",
+    "LoadedDrafter",
+    "Tree",
+    "add_drafter",
+    "load_drafter",
     "Generated",
     "Outputs",
     "Piece",
@@ -63,11 +78,18 @@ __all__ = [
     "stream",
     # Strategies.
     "StrategyConfig",
+    "dflash",
     "draft_model",
+    "dspark",
+    "eagle",
+    "eagle3",
+    "first_of",
     "greedy",
     "lookup",
+    "mtp",
     "sample",
     "self_draft",
+    "trained",
     # Engine.
     "autoregressive",
     "decoding",

@@ -83,7 +83,7 @@ def check(
         raise ValueError(
             "jaxdec decodes in 32 bits, but jax_enable_x64 is on; switch it off"
         )
-    config = resolve(strategy, draft_length)
+    config = resolve(strategy, draft_length, lm)
     prompts = _host(prompts)
     if not isinstance(prompts, str | list):
         raise ValueError(

@@ -168,7 +168,7 @@ def certify(
     Raises:
         ValueError: bad input, as for `jaxdec.generate`.
     """
-    config = resolve(strategy, draft_length)
+    config = resolve(strategy, draft_length, lm)
     if is_single(prompts):
         prompts = [prompts]
     if isinstance(outputs, text.Outputs):

@@ -49,6 +49,12 @@ Model = Annotated[
     typer.Option(help="smollm2, a folder, a .gguf file, or a Hugging Face Hub id."),
 ]
 Dtype = Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")]
+Drafter = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A trained drafter: a folder or a Hub id; may be given several times."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 DraftLength = Annotated[
     int | None, typer.Option(help="Draft tokens a step; each strategy has its own.")
@@ -86,8 +92,13 @@ def generate(
     prompt: Annotated[str, typer.Argument(help='Text; "-" reads it from stdin.')],
     model: Model = "smollm2",
     strategy: Annotated[
-        str, typer.Option(help="greedy, sample, lookup or self_draft.")
+        str,
+        typer.Option(
+            help="greedy, sample, lookup, self_draft; or one of a drafter: mtp, eagle, "
+            "eagle3, eagle3_tree, peagle, dflash, dspark, first_of."
+        ),
     ] = "greedy",
+    drafter: Drafter = None,
     draft_length: DraftLength = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 128,
     temperature: Annotated[
@@ -137,9 +148,8 @@ def generate(
     import jaxdec
     from jaxdec import measure, strategies
 
-    config = strategies.resolve(strategy, draft_length)
+    strategies.check_name(strategy)
     options: dict[str, Any] = {
-        "strategy": config,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_k": top_k,
@@ -154,7 +164,9 @@ def generate(
     jaxdec.sampling.make_sampling_params(
         1, temperature=temperature or 0.0, top_k=top_k, top_p=top_p, min_p=min_p
     )
-    lm = _load(model, dtype)
+    lm = _load(model, dtype, drafter)
+    config = strategies.resolve(strategy, draft_length, lm)
+    options["strategy"] = config
     if as_json:
         outputs = jaxdec.generate(lm, prompt, **options)
         record = {
@@ -197,6 +209,7 @@ def compare(
     strategies: Annotated[
         str, typer.Option(help="Names, with commas; greedy is always run.")
     ] = "greedy,sample,lookup,self_draft",
+    drafter: Drafter = None,
     prompts: Annotated[
         str,
         typer.Option(
@@ -236,10 +249,13 @@ def compare(
     from jaxdec.compare import compare as run
     from jaxdec.compare import plan
     from jaxdec.report import tables
+    from jaxdec.strategies import BY_NAME, check_name
 
     names = [name.strip() for name in strategies.split(",") if name.strip()]
-    plan(names, temperature, draft_length)
-    lm = _load(model, dtype)
+    for name in names:
+        check_name(name)
+    plan([n for n in names if n in BY_NAME], temperature, draft_length)
+    lm = _load(model, dtype, drafter)
     with terminal.progress_bar() as progress:
         comparison = run(
             lm,
@@ -271,13 +287,16 @@ def compare(
 @app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="A folder, a .gguf file, or a name.")],
+    target: Annotated[
+        str | None,
+        typer.Option(help="Of a drafter: the model it is for; checks the pairing."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a checkpoint is, without reading its weights."""
-    from jaxdec.io.cache import open_checkpoint
-    from jaxdec.report.checkpoints import describe
+    """Say what a model or a drafter is."""
+    from jaxdec.report.inspection import inspect as look
 
-    facts = describe(open_checkpoint(path, terminal.notice))
+    facts = look(path, target, terminal.notice)
     if as_json:
         typer.echo(json.dumps(facts, allow_nan=False, ensure_ascii=False))
         return
@@ -308,10 +327,13 @@ def models(as_json: Json = False) -> None:
     console.print(f"cache: {found['cache']}", style="dim", soft_wrap=True)
 
 
-def _load(model: str, dtype: str) -> Any:
+def _load(model: str, dtype: str, drafters: Sequence[str] | None = None) -> Any:
     import jaxdec
 
-    return jaxdec.load(model, dtype=dtype, progress=terminal.notice)
+    lm = jaxdec.load(model, dtype=dtype, progress=terminal.notice)
+    for name in drafters or ():
+        jaxdec.add_drafter(lm, jaxdec.load_drafter(name, lm, progress=terminal.notice))
+    return lm
 
 
 def _plain(value: Any) -> str:

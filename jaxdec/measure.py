@@ -116,9 +116,9 @@ def _device_name(device: Any) -> str:
 
 def hashes(lm: Any, config: Any) -> dict[str, str]:
     """Of the target's weights, the drafter's, and the tokenizer."""
-    found = {"target": lm.content_hash, "drafter": "no weights of its own"}
-    if config.draft is not None:
-        found["drafter"] = config.draft.content_hash
+    own = [c.draft.content_hash for c in config.members if c.draft is not None]
+    found = {"target": lm.content_hash}
+    found["drafter"] = ", ".join(own) or "no weights of its own"
     if lm.tokenizer is not None:
         found["tokenizer"] = lm.tokenizer.fingerprint()
     return found
@@ -347,11 +347,12 @@ def _options(call: Any) -> dict[str, Any]:
     config = {
         field.name: getattr(call.config, field.name)
         for field in dataclasses.fields(call.config)
-        if field.name not in ("name", "draft", "length")
+        if field.name not in ("name", "draft", "length", "parts")
     }
     return {
         **{name: _plain(value) for name, value in call.sampling.items()},
-        **config,
+        **{name: _plain(value) for name, value in config.items()},
+        **_parts(call.config),
         "strategy": call.config.name,
         "draft_length": call.config.length,
         "exact_width": call.key.exact_width,
@@ -369,8 +370,17 @@ def _one_or_all(values: Sequence[Any]) -> Any:
     return values[0] if len(set(values)) == 1 else values
 
 
+def _parts(config: Any) -> dict[str, Any]:
+    """Name and draft length of each of several strategies in one."""
+    if config.members == (config,):
+        return {}
+    return {"parts": [[part.name, part.length] for part in config.members]}
+
+
 def _plain(value: Any) -> Any:
     """A sampling option as a JSON value; a bias of -inf is a ban."""
+    if dataclasses.is_dataclass(value):
+        return dataclasses.asdict(value)
     if isinstance(value, Mapping):
         return {str(k): "ban" if v == -np.inf else float(v) for k, v in value.items()}
     if isinstance(value, np.ndarray | np.generic | jax.Array):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdec import decoding, rounding
+from jaxdec.models import sharding
 from jaxdec.models.decoder import make_model
 from jaxdec.sampling import make_sampling_params
 from jaxdec.strategies import StrategyConfig
@@ -123,8 +124,18 @@ def build(lm: Any, key: ProgramKey) -> tuple[Strategy, StrategyParams]:
         num_logprobs=key.num_logprobs,
         processed_logprobs=key.processed_logprobs,
         observe=key.observe,
+        widths=_widths(key),
     )
+    if lm.mesh is not None:
+        strategy = sharding.on_mesh(strategy, lm.mesh)
+        drafter_params = sharding.replicated(drafter_params, lm.mesh)
     return strategy, StrategyParams(target=lm.params, drafter=drafter_params)
+
+
+def _widths(key: ProgramKey) -> tuple[int, ...]:
+    """Of a strategy's forwards; one where they must round alike, or are observed."""
+    is_single = key.exact_width or key.observe is not None or key.accept is not None
+    return () if is_single else key.config.widths
 
 
 def compile_program(lm: Any, key: ProgramKey) -> Program:
@@ -135,6 +146,8 @@ def compile_program(lm: Any, key: ProgramKey) -> Program:
     request = abstract_request(lm, key)
     prefill = programs.prefill.lower(params, request).compile(COMPILER_OPTIONS)
     state = jax.eval_shape(strategy.prefill, params, request)
+    if lm.mesh is not None:
+        state = sharding.abstract(state, lm.mesh)
     loop = programs.generate.lower(params, state, jnp.int32(0)).compile(
         COMPILER_OPTIONS
     )
@@ -186,8 +199,8 @@ def abstract_request(lm: Any, key: ProgramKey) -> Request:
             num_stop_slots=key.num_stop_slots,
         )
 
-    del lm
-    return jax.eval_shape(make)
+    request = jax.eval_shape(make)
+    return request if lm.mesh is None else sharding.abstract(request, lm.mesh)
 
 
 def make_request(

@@ -34,7 +34,10 @@ class StrategyConfig:
     length: int = 0
     rule: Rule = "match"
     draft: Any = None
-    """The draft model, a loaded `LM`, where there is one; compared by identity."""
+    """The draft model, a loaded `LM`, or the `LoadedDrafter`, where there is one;
+    compared by identity."""
+    widths: tuple[int, ...] = ()
+    """Draft tokens that a target forward may read; see `decoding.speculative`."""
 
     def __post_init__(self):
         if self.rule not in _RULES:
@@ -48,6 +51,15 @@ class StrategyConfig:
                 f"draft length must be a whole number of at least 1, got "
                 f"{self.length!r}; for plain decoding use 'greedy' or 'sample'"
             )
+
+    @property
+    def members(self) -> tuple["StrategyConfig", ...]:
+        """The strategies that this one is made of: itself, unless it mixes several."""
+        return (self,)
+
+    def with_length(self, length: int) -> "StrategyConfig":
+        """The same strategy with another K."""
+        return dataclasses.replace(self, length=length)
 
     @property
     def accept(self) -> AcceptFn:
@@ -240,27 +252,54 @@ BY_NAME = {
 """Strategies that need no further model, by name."""
 
 
+TRAINED = ("mtp", "eagle", "eagle3", "peagle", "dflash", "dspark")
+"""Strategies whose drafter is trained for a target; see `jaxdec.trained`."""
+
+
+def check_name(strategy: str, lm: Any = None) -> None:
+    """Raises ValueError for a name that stands for nothing.
+
+    Without a model, names that one might have are let pass.
+    """
+    own = () if lm is None else lm.strategies
+    if strategy in BY_NAME or strategy in own:
+        return
+    wants_drafter = strategy.removesuffix("_tree") in TRAINED or strategy == "first_of"
+    if wants_drafter and lm is None:
+        return
+    if strategy == "draft_model":
+        hint = "; draft_model needs a model: jaxdec.draft_model(other_lm)"
+    elif wants_drafter:
+        reason = lm.notes.get(strategy)
+        raise ValueError(
+            f"strategy {strategy!r} needs a drafter, and {lm.name} has none for it"
+            + ("" if reason is None else f" ({reason})")
+            + "; pass jaxdec.trained(jaxdec.load_drafter(path, lm)), or --drafter PATH"
+        )
+    else:
+        hint = ""
+    raise ValueError(
+        f"unknown strategy {strategy!r}; use one of {', '.join([*BY_NAME, *own])}{hint}"
+    )
+
+
 def resolve(
-    strategy: str | StrategyConfig, draft_length: int | None = None
+    strategy: str | StrategyConfig, draft_length: int | None = None, lm: Any = None
 ) -> StrategyConfig:
     """The configuration that a name stands for.
 
     Args:
         strategy: a name, or a configuration (returned as it is).
         draft_length: K instead of the default.
+        lm: the target, whose own strategies have names too (`LM.strategies`).
 
     Raises:
         ValueError: an unknown name, or a draft length for a strategy without drafts.
     """
     if isinstance(strategy, str):
-        if strategy not in BY_NAME:
-            hint = ""
-            if strategy == "draft_model":
-                hint = "; draft_model needs a model: jaxdec.draft_model(other_lm)"
-            raise ValueError(
-                f"unknown strategy {strategy!r}; use one of {', '.join(BY_NAME)}{hint}"
-            )
-        strategy = BY_NAME[strategy]()
+        check_name(strategy, lm)
+        found = BY_NAME.get(strategy)
+        strategy = lm.strategies[strategy] if found is None else found()
     elif not isinstance(strategy, StrategyConfig):
         raise ValueError(
             f"a strategy is a name or a configuration such as jaxdec.lookup(length=6), "
@@ -273,4 +312,4 @@ def resolve(
             f"strategy {strategy.name!r} drafts nothing, so draft_length "
             f"{draft_length} has no meaning; leave it out"
         )
-    return dataclasses.replace(strategy, length=draft_length)
+    return strategy.with_length(draft_length)

@@ -87,7 +87,7 @@ def test_best_certified_strategy_is_used():
     slower = GOOD | dict(tpot_ms=15.0)
     advice = advise(
         {"slow": slower, "wrong": faster, "good": GOOD, "bad": REFUSED},
-        greedy_tpot_ms=20.0,
+        plain_tpot_ms=20.0,
     )
     assert advice.best == "good"
     actions = {name: r.action for name, r in by_name(advice).items()}
@@ -106,8 +106,22 @@ def test_best_certified_strategy_is_used():
     json.dumps(advice.to_dict(), allow_nan=False)
 
 
+def test_a_strategy_without_time_per_token_comes_last():
+    wrong = GOOD | dict(certified=False)
+    advice = advise({"wrong": wrong}, plain_tpot_ms=20.0, untimed=["instant"])
+    assert [(r.strategy, r.action) for r in advice.rankings] == [
+        ("wrong", "not_ranked"),
+        ("instant", "not_ranked"),
+    ]
+    assert advice.best == "greedy" and codes(advice) == [("certificate", "wrong")]
+    assert "instant is not ranked: every answer ended in its first step" in (
+        advice.verdict
+    )
+    json.dumps(advice.to_dict(), allow_nan=False)
+
+
 def test_turn_it_off_says_why():
-    advice = advise({"bad": REFUSED}, greedy_tpot_ms=20.0)
+    advice = advise({"bad": REFUSED}, plain_tpot_ms=20.0)
     assert advice.best == "greedy"
     # Round 28.8 ms: (28.8 / 20 - 1) / 4 = 11 %.
     assert by_name(advice)["bad"].break_even_acceptance == pytest.approx(0.11)
@@ -124,7 +138,7 @@ def test_turn_it_off_says_why():
 def test_gain_must_exceed_three_percent():
     def best_at(tpot_ms):
         measured = {"s": GOOD | dict(tpot_ms=tpot_ms)}
-        return advise(measured, greedy_tpot_ms=100.0).best
+        return advise(measured, plain_tpot_ms=100.0).best
 
     assert best_at(97.1) == "greedy"
     assert best_at(96.9) == "s"
@@ -132,14 +146,14 @@ def test_gain_must_exceed_three_percent():
 
 def test_hopeless_round():
     slow = GOOD | dict(tpot_ms=60.0, tokens_per_step=2.8)
-    advice = advise({"slow": slow}, greedy_tpot_ms=20.0)
+    advice = advise({"slow": slow}, plain_tpot_ms=20.0)
     assert by_name(advice)["slow"].break_even_acceptance > 1
     assert "even full acceptance of 4" in advice.verdict
 
 
 def test_varying_lengths_break_even_on_what_was_judged():
     adaptive = REFUSED | dict(judged_per_step=2.0)
-    ranking = by_name(advise({"a": adaptive}, greedy_tpot_ms=20.0))["a"]
+    ranking = by_name(advise({"a": adaptive}, plain_tpot_ms=20.0))["a"]
     assert ranking.break_even_acceptance == pytest.approx(0.22)
 
 
@@ -154,32 +168,57 @@ def test_varying_lengths_break_even_on_what_was_judged():
 )
 def test_high_round_time_names_its_largest_part(costs, word):
     long = GOOD | dict(tpot_ms=20.0) | costs
-    (finding,) = advise({"long": long}, greedy_tpot_ms=20.0).findings[:1]
+    (finding,) = advise({"long": long}, plain_tpot_ms=20.0).findings[:1]
     assert (finding.code, finding.strategy) == ("round_time", "long")
     assert "56.00 ms, 2.80 greedy steps" in finding.reason
     assert word in finding.instruction
 
 
 def test_high_greedy_round_time():
-    advice = advise({}, greedy_tpot_ms=20.0, floor_ms=8.0)
+    advice = advise({}, plain_tpot_ms=20.0, floor_ms=8.0)
     assert codes(advice) == [("round_time", "greedy")]
     assert "2.50 times the 8.00 ms" in advice.findings[0].reason
-    assert not advise({}, greedy_tpot_ms=20.0, floor_ms=15.0).findings
+    assert not advise({}, plain_tpot_ms=20.0, floor_ms=15.0).findings
+
+
+def test_plain_decoding_is_greedy_only_at_temperature_0():
+    facts = dict(plain_tpot_ms=20.0, baseline="sample", floor_ms=8.0)
+    long = GOOD | dict(tpot_ms=21.0)
+    advice = advise({"long": long, "bad": REFUSED}, output_lengths=[100], **facts)
+    assert advice.best == "sample"
+    assert codes(advice) == [
+        ("round_time", "sample"),
+        ("round_time", "long"),
+        ("acceptance", "long"),
+        ("acceptance", "bad"),
+        ("num_rounds", "sample"),
+    ]
+    text = "\n".join([advice.verdict, *(f.reason for f in advice.findings)])
+    for part in (
+        "Use plain decoding: 20.00 ms a token",
+        "24.00 ms a token against plain decoding's 20.00",
+        "a plain step takes 20.00 ms, 2.50 times",
+        "2.94 plain steps",
+    ):
+        assert part in text
+    assert "greedy" not in text
+    with pytest.raises(ValueError, match="'sample' is the baseline"):
+        advise({"sample": GOOD}, plain_tpot_ms=20.0, baseline="sample")
 
 
 def test_too_many_rounds():
-    advice = advise({}, greedy_tpot_ms=20.0, prefill_ms=100.0, output_lengths=[150, 50])
+    advice = advise({}, plain_tpot_ms=20.0, prefill_ms=100.0, output_lengths=[150, 50])
     assert codes(advice) == [("num_rounds", "greedy")]
     assert "100 rounds for 100 tokens (1.00 a round) take 95%" in (
         advice.findings[0].reason
     )
-    facts = dict(greedy_tpot_ms=20.0, output_lengths=[100])
+    facts = dict(plain_tpot_ms=20.0, output_lengths=[100])
     assert not advise({}, prefill_ms=1000.0, **facts).findings
     assert not advise({"good": GOOD}, prefill_ms=100.0, **facts).findings
 
 
 def test_low_acceptance():
-    advice = advise({"bad": REFUSED}, greedy_tpot_ms=20.0)
+    advice = advise({"bad": REFUSED}, plain_tpot_ms=20.0)
     assert codes(advice) == [("acceptance", "bad")]
     assert "5.0% of 4 draft tokens" in advice.findings[0].reason
     assert "give speculation up" in advice.findings[0].instruction
@@ -188,13 +227,13 @@ def test_low_acceptance():
         verify_cost_ms={1: 15.0, 4: 22.0},
         conditional_acceptance_by_position=[0.19, 0.0, None, None],
     )
-    advice = advise({"bad": shorter}, greedy_tpot_ms=20.0)
+    advice = advise({"bad": shorter}, plain_tpot_ms=20.0)
     assert "draft length 1" in advice.findings[0].instruction
     assert "before giving it up, measure draft length 1" in advice.verdict
 
 
 def test_scheduling():
-    facts = dict(greedy_tpot_ms=20.0, num_requests=8)
+    facts = dict(plain_tpot_ms=20.0, num_requests=8)
     slow = advise({}, throughput_tokens_per_s=60.0, **facts)
     assert codes(slow) == [("scheduling", "greedy")]
     assert "60.0 tokens/s, 1.20 times the 50.0" in slow.findings[0].reason
@@ -209,16 +248,16 @@ def test_scheduling():
 
 def test_strategy_without_drafts():
     sampling = dict(certified=True, tpot_ms=20.1, tokens_per_step=1.0)
-    ranking = by_name(advise({"sampling": sampling}, greedy_tpot_ms=20.0))["sampling"]
+    ranking = by_name(advise({"sampling": sampling}, plain_tpot_ms=20.0))["sampling"]
     assert ranking.action == "turn_off"
     assert ranking.break_even_acceptance is None
     assert ranking.predicted_tpot_ms == {}
 
 
 def test_errors_are_instructions():
-    with pytest.raises(ValueError, match="greedy baseline"):
-        advise({}, greedy_tpot_ms=float("nan"))
-    with pytest.raises(ValueError, match="pass its TPOT as greedy_tpot_ms"):
-        advise({"greedy": GOOD}, greedy_tpot_ms=20.0)
+    with pytest.raises(ValueError, match="baseline 'greedy'"):
+        advise({}, plain_tpot_ms=float("nan"))
+    with pytest.raises(ValueError, match="pass its TPOT as plain_tpot_ms"):
+        advise({"greedy": GOOD}, plain_tpot_ms=20.0)
     with pytest.raises(ValueError, match="positive tpot_ms"):
-        advise({"s": GOOD | dict(tpot_ms=0.0)}, greedy_tpot_ms=20.0)
+        advise({"s": GOOD | dict(tpot_ms=0.0)}, plain_tpot_ms=20.0)

@@ -1,17 +1,25 @@
 """The comparison on a tiny model: every count again from the tokens, nothing null."""
 
+import dataclasses
 import importlib
 import json
 import types
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers_tiny import write_model
 
 import jaxdec
+from jaxdec import concurrency
 from jaxdec.certificate import Mismatch
 from jaxdec.certificate import certify as conclude
+from jaxdec.concurrency import Together, run_together
+from jaxdec.models.config import ModelConfig, MoeConfig
+from jaxdec.planning import bandwidth
 from jaxdec.planning.break_even import expected_tokens
 from jaxdec.prompts import Prompt
+from jaxdec.report import tables
 from jaxdec.report.comparison import survival
 
 # By this name: the package has a function of the same name.
@@ -27,6 +35,13 @@ STRATEGIES = ("greedy", "sample", "lookup", "self_draft")
 
 
 WRONG = Mismatch(position=0, plain_token=1, emitted_token=2, gap=9.0, kind="divergence")
+
+
+@pytest.fixture(autouse=True)
+def one_at_a_time(monkeypatch):
+    """Programs for several requests are compiled only where they are looked at."""
+    monkeypatch.setattr(compare_module, "TOGETHER", 1)
+    monkeypatch.setattr(bandwidth, "NUM_BYTES", 2**20)
 
 
 @pytest.fixture
@@ -175,6 +190,27 @@ def test_nothing_is_ranked_without_certificates(lm):
     assert found.advice.best == "greedy"
 
 
+def test_a_strategy_that_ends_in_its_first_step_is_said_not_to_be_ranked(lm, certify):
+    """The tiny model repeats itself, so lookup has both tokens at once."""
+    del certify
+    prompt = lm.tokenizer.encode("abcabcabcabc")
+    prompt += jaxdec.generate(lm, prompt, max_new_tokens=12, stop_tokens=[])[0].tokens
+    found = compare(lm, [prompt], ["lookup"], max_new_tokens=2)
+    assert found.evidence["lookup"].num_steps == 1
+    assert found.evidence["lookup"].num_emitted == 2
+    report = found.to_dict()
+    (ranking,) = report["advice"]["rankings"]
+    assert (ranking["strategy"], ranking["action"]) == ("lookup", "not_ranked")
+    assert ranking["measured_tpot_ms"] is None
+    assert report["advice"]["best"] == "greedy"
+    why = "lookup is not ranked: every answer ended in its first step"
+    assert any(line.startswith(why) for line in tables.advice_lines(report))
+    column = [title.replace("\n", " ") for title in tables.HEADERS].index("TPOT ms")
+    greedy, lookup = tables.rows(report)
+    assert lookup[column] == "1 step" and float(greedy[column]) > 0
+    assert "1 step" in tables.markdown(report)
+
+
 def test_second_comparison_compiles_nothing(lm, certify):
     del certify
     options = {"max_new_tokens": 16, "repeats": 1}
@@ -195,6 +231,9 @@ def test_sampled_drafts_equal_plain_sampling(lm, certify):
     assert found.evidence["greedy"].sampling["temperature"] == 0.0
     tokens = [r.tokens for r in found.evidence["lookup"].requests]
     assert tokens == [r.tokens for r in found.evidence["sample"].requests]
+    assert found.advice.best in ("sample", "lookup")
+    assert "against plain decoding's" in found.advice.rankings[0].reason
+    assert "greedy" not in "\n".join(tables.advice_lines(found.to_dict()))
 
 
 def test_prediction_at_the_measured_length(lm, certify):
@@ -206,6 +245,127 @@ def test_prediction_at_the_measured_length(lm, certify):
     rates = survival(evidence, 6)
     assert expected_tokens(rates, 6) == pytest.approx(evidence.acceptance_length)
     assert 6 in found.advice.rankings[0].predicted_tpot_ms
+
+
+class Clock:
+    """A clock that a test sets forward."""
+
+    def __init__(self, monkeypatch, module, spent):
+        self.now, self.spent, self.is_running = 0.0, iter(spent), False
+        clock = types.SimpleNamespace(perf_counter=self.read)
+        monkeypatch.setattr(module, "time", clock)
+
+    def read(self):
+        # Every second reading ends what the one before began.
+        self.now += next(self.spent) if self.is_running else 0.0
+        self.is_running = not self.is_running
+        return self.now
+
+
+def test_memory_bandwidth_is_the_fastest_of_the_tries(monkeypatch):
+    bandwidth.memory_bandwidth.cache_clear()
+    Clock(monkeypatch, bandwidth, [0.5, 0.3, 0.25, 0.7, 0.3])
+    try:
+        assert bandwidth.memory_bandwidth() == 2**20 / 0.25
+        floor = bandwidth.plain_floor(MIXTURE, WEIGHTS, 1000.0)
+    finally:
+        bandwidth.memory_bandwidth.cache_clear()
+    assert floor.floor_ms == 1000 * (13_600 + 1000) / (2**20 / 0.25)
+
+
+MIXTURE = ModelConfig(
+    family="toy",
+    vocab_size=100,
+    hidden_size=10,
+    intermediate_size=0,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=10,
+    max_positions=50,
+    moe=MoeConfig(
+        num_experts=8,
+        num_experts_per_token=2,
+        intermediate_size=20,
+        norm_topk_prob=True,
+        layers=(0,),
+    ),
+)
+WEIGHTS = {
+    "embedding": jnp.zeros((100, 10)),
+    "positions": jnp.zeros((50, 10)),
+    "layers": {0: {"out": jnp.zeros((20, 10)), "up": jnp.zeros((8, 20, 30))}},
+    "head": {"weight": jnp.zeros((100, 20))},
+}
+
+
+def test_weights_that_a_step_reads():
+    """Two experts of eight; of the tables that are only looked up, nothing."""
+    read = bandwidth.weight_bytes(MIXTURE, WEIGHTS)
+    assert read == 4 * (20 * 10 + 2 * 20 * 30 + 100 * 20) == 13_600
+    tied = dataclasses.replace(MIXTURE, tie_embeddings=True, moe=None)
+    layer = {"out": jnp.zeros((20, 10), jnp.bfloat16)}
+    params = {"embedding": WEIGHTS["embedding"], "layers": {0: layer}}
+    assert bandwidth.weight_bytes(tied, params) == 4 * 1000 + 2 * 200
+
+
+def test_requests_at_once_are_timed_step_by_step(lm, monkeypatch):
+    """Gaps of 1, 2, ... seconds for the requests that run; one ends after 3 steps."""
+    texts = [prompt.text for prompt in PROMPTS]
+    limits, num = [3, 12, 12], 11
+    Clock(monkeypatch, concurrency, range(1, num + 1))
+    found = run_together(
+        lm,
+        texts,
+        jaxdec.greedy(),
+        label="plain",
+        seeds=[1, 2, 3],
+        max_new_tokens=limits,
+        stop_tokens=[],
+    )
+    gaps = [s for s in range(1, num + 1) for _ in range(3 if s < 3 else 2)]
+    assert found.num_requests == 3 and found.strategy == "plain"
+    assert found.p99_gap_ms == pytest.approx(1000 * np.percentile(gaps, 99))
+    assert found.throughput_tokens_per_s == pytest.approx((2 + 11 + 11) / 66)
+    alone = dict(label="x", seeds=[0] * 3, max_new_tokens=4)
+    assert run_together(lm, texts, jaxdec.lookup(6), exact=13, **alone) is None
+    assert run_together(lm, texts[:1], jaxdec.greedy(), **alone) is None
+    once = alone | dict(max_new_tokens=1)
+    assert run_together(lm, texts, jaxdec.greedy(), **once) is None
+
+
+def test_what_is_measured_at_the_end_reaches_the_advice(lm, certify, monkeypatch):
+    del certify
+    asked = []
+
+    def slow(lm, prompts, strategy, *, label, seeds, **options):
+        asked.append((list(prompts), strategy.name, label, list(seeds), options))
+        return Together(
+            strategy=label,
+            num_requests=len(prompts),
+            throughput_tokens_per_s=1e-3,
+            p99_gap_ms=1e9,
+        )
+
+    monkeypatch.setattr(compare_module, "TOGETHER", 2)
+    monkeypatch.setattr(compare_module, "run_together", slow)
+    monkeypatch.setattr(bandwidth, "memory_bandwidth", lambda: 1e15)
+    found = compare(lm, PROMPTS, ["lookup"], max_new_tokens=24, seed=7)
+    best = found.advice.best
+    texts = [prompt.text for prompt in PROMPTS[:2]]
+    options = {"max_new_tokens": 24, "exact": False, "temperature": 0.0}
+    assert asked == [(texts, best, best, [7, 8, 9], options)]
+    report = found.to_dict()
+    assert report["together"]["num_requests"] == 2
+    greedy = report["strategies"][0]
+    kv_bytes = greedy["kv_bytes_read"] / greedy["num_steps"]
+    nbytes = bandwidth.weight_bytes(lm.config, lm.params) + kv_bytes
+    assert report["floor"]["floor_ms"] == pytest.approx(1e3 * nbytes / 1e15)
+    findings = report["advice"]["findings"]
+    reasons = {(f["code"], f["strategy"]): f["reason"] for f in findings}
+    assert "2 requests give 0.0 tokens/s" in reasons["scheduling", best]
+    assert "the P99 token gap is 1000000000.0 ms" in reasons["scheduling", best]
+    assert "a greedy step takes" in reasons["round_time", "greedy"]
 
 
 def test_plan():

@@ -14,9 +14,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxdec import decoding, program, strategies
 from jaxdec.drafters.draft_model import draft_model
-from jaxdec.drafters.eagle import eagle_tree
+from jaxdec.drafters.eagle import recurrent_net
 from jaxdec.drafters.lookup import lookup
 from jaxdec.drafters.none import none
+from jaxdec.drafters.recurrent_tree import recurrent_tree
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import abstract_params, make_model
 from jaxdec.models.eagle import init_eagle_params
@@ -81,7 +82,8 @@ def build(name, capacity):
         if name == "rejection":
             accept = decoding.acceptance.rejection
     elif name == "eagle_tree":
-        drafter = eagle_tree(EAGLE, nodes=12, depth=4, width=3, dtype=dtype)
+        net = recurrent_net(EAGLE, dtype=dtype)
+        drafter = recurrent_tree(net, nodes=12, depth=4, width=3)
         own = jax.eval_shape(lambda: init_eagle_params(EAGLE, jax.random.key(0), dtype))
         params = DrafterParams(own=own, shared=target)
     strategy = decoding.speculative(

@@ -126,6 +126,30 @@ def test_format_success():
     assert statistics.format_success_rate([], "json") is None
 
 
+def test_calibration_error():
+    """By hand: three steps of two places, the last of which judges only one."""
+    steps = ([[0.9, 0.5], [0.92, 0.5], [0.12, 0.99]], [2, 2, 1], [2, 1, 0])
+    # Survival .9 (yes), .92 (yes) in one bin; .45 (yes), .46 (no) in another; .12 (no).
+    by_hand = (abs(0.9 - 1 + 0.92 - 1) + abs(0.45 - 1 + 0.46) + 0.12) / 5
+    assert statistics.calibration_error(*steps) == pytest.approx(by_hand)
+    # With one bin for all, errors of opposite sign cancel.
+    error = statistics.calibration_error(*steps, num_bins=1)
+    assert error == pytest.approx(abs(0.9 + 0.92 + 0.45 + 0.46 + 0.12 - 3) / 5)
+    assert statistics.calibration_error([[1.0] * 3], [3], [3]) == 0
+    assert statistics.calibration_error([[1.0] * 3], [3], [0]) == 1
+    assert statistics.calibration_error([[1.0] * 3], [0], [0]) is None
+
+
+def test_calibration_error_vanishes_where_confidence_is_right():
+    """5,000 steps whose drafts are accepted with the very probability named."""
+    rng = np.random.default_rng(0)
+    confidence = rng.uniform(0.3, 1, (5_000, 4))
+    hit = rng.random((5_000, 4)) < confidence
+    counts = [4] * 5_000, np.cumprod(hit, axis=1).sum(axis=1).tolist()
+    assert statistics.calibration_error(confidence.tolist(), *counts) < 0.015
+    assert statistics.calibration_error(np.sqrt(confidence).tolist(), *counts) > 0.1
+
+
 def test_rounding_tolerance():
     changes = np.linspace(-1.0, 1.0, 2001)
     assert rounding_tolerance(changes, "float32") == pytest.approx(4 * 0.99, rel=1e-3)

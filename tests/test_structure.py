@@ -20,7 +20,10 @@ LEVELS = {
     6: ("evidence", "certificate", "advice"),
     7: (
         "lm",
+        "loaded_drafter",
+        "trained",
         "call",
+        "concurrency",
         "strategies",
         "text",
         "detokenize",

@@ -7,6 +7,7 @@ that moves), trees, junk, the stubborn one, and SCRIPT, which says what it is to
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ from jaxdec.types import (
     Model,
     Output,
     Request,
+    Sequences,
     StrategyParams,
     pytree,
 )
@@ -393,11 +395,15 @@ METHODS = (
     "self_rejection",
 )
 MATCH_METHODS = tuple(name for name in METHODS if "rejection" not in name)
+OTHERS: dict[str, Callable[[], Method]] = {}
+"""More rows of the contract table, by name; tests/drafters adds its own."""
 
 
 @functools.cache
 def method(name: str, capacity: int = CAPACITY) -> Method:
     """One row of the contract table, compiled on first use."""
+    if name in OTHERS:
+        return OTHERS[name]()
     target = tiny_params()
     draft = weights(DRAFT_CONFIG, 7)
     layers = {"num_layers": 1}
@@ -492,6 +498,25 @@ def make_request(
         num_stop_tokens=jnp.asarray([len(s) for s in stops], jnp.int32),
         key=jnp.stack([jax.random.key(seed) for seed in seeds]),
         sampling=sampling.make_sampling_params(batch, **params),
+    )
+
+
+def sequences_with(request, tokens, length) -> Sequences:
+    """What a drafter sees of requests that came as far as these tokens."""
+    buffer = np.zeros((len(tokens), CAPACITY), np.int32)
+    buffer[:, : tokens.shape[1]] = tokens
+    length = jnp.asarray(length, jnp.int32)
+    return Sequences(
+        tokens=jnp.asarray(buffer),
+        length=length,
+        prompt_length=length,
+        limit=length + request.max_new_tokens,
+        finish=jnp.zeros_like(length),
+        max_draft_length=request.max_draft_length,
+        stop_tokens=request.stop_tokens,
+        num_stop_tokens=request.num_stop_tokens,
+        key=request.key,
+        sampling=request.sampling,
     )
 
 

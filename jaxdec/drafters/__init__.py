@@ -8,8 +8,13 @@ rule judges. The classics are pairs of the two.
     prompt lookup              lookup        match
     speculative sampling       draft_model   rejection, or match with shared noise
     early-exit drafting        draft_model over the target's first layers
-    EAGLE, EAGLE-3, P-EAGLE    eagle         rejection, or match with shared noise
-    EAGLE-2's dynamic tree     eagle_tree    match
+    multi-token prediction     mtp           either
+    EAGLE, chain               eagle         either
+    EAGLE-2/3, dynamic tree    recurrent_tree over an EAGLE or MTP network, match
+    P-EAGLE                    eagle         either
+    DFlash                     dflash        match (released: point masses), or either
+    DSpark                     dspark        rejection (released), or match
+    mixtures                   first_of      match
 
 `extend` learns what a step (or a prefill chunk) made permanent, as a `Commit` that
 pairs each token read with the token that followed it; `propose` drafts from there. A

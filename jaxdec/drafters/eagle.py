@@ -21,7 +21,6 @@ from jaxdec.drafters.recurrent import (
     init_state,
     vocabulary_of,
 )
-from jaxdec.drafters.recurrent_tree import recurrent_tree
 from jaxdec.models.eagle import make_network
 from jaxdec.models.eagle_config import EagleConfig
 from jaxdec.models.layers import Held
@@ -144,37 +143,4 @@ def eagle(
         extend=extend,
         propose=propose,
         keeps_state=True,
-    )
-
-
-def eagle_tree(
-    config: EagleConfig,
-    *,
-    nodes: int,
-    depth: int,
-    width: int,
-    noise: bool = True,
-    processor: LogitsProcessor | None = None,
-    dtype: str = "float32",
-    cache_dtype: str = "float32",
-) -> Drafter:
-    """Drafts a tree; see `jaxdec.drafters.recurrent_tree` for its sizes.
-
-    As published, EAGLE-2 and EAGLE-3 draft 59 nodes, 8 deep, with a width of 10.
-
-    Raises:
-        ValueError: sizes that make no tree, or a drafter that drafts in one pass.
-    """
-    if config.is_parallel:
-        raise ValueError(
-            "a P-EAGLE drafter does not read its own tokens, so no tree can be grown "
-            "from it; draft in a row"
-        )
-    return recurrent_tree(
-        recurrent_net(config, dtype=dtype, cache_dtype=cache_dtype),
-        nodes=nodes,
-        depth=depth,
-        width=width,
-        noise=noise,
-        processor=processor,
     )

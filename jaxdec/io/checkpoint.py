@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxdec.io.tokenizer import Tokenizer
 from jaxdec.models.config import ModelConfig, MoeConfig, RopeConfig
+from jaxdec.models.weights import block_shapes
 
 
 class CheckpointError(ValueError):
@@ -119,37 +120,10 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _llama(config: ModelConfig, linear: Callable, shapes: dict) -> None:
     """Llama and its descendants."""
-    width, inner = config.hidden_size, config.intermediate_size
-    query = config.num_heads * config.head_dim
-    key = config.num_kv_heads * config.head_dim
-    linear("model.embed_tokens", config.vocab_size, width)
+    linear("model.embed_tokens", config.vocab_size, config.hidden_size)
     for i in range(config.num_layers):
-        layer = f"model.layers.{i}"
-        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        norms = ["input_layernorm", "post_attention_layernorm"]
-        if config.sandwich_norms:
-            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        for norm in norms:
-            shapes[f"{layer}.{norm}.weight"] = (width,)
-        linear(f"{attention}.q_proj", query, width, config.qkv_bias)
-        linear(f"{attention}.k_proj", key, width, config.qkv_bias)
-        linear(f"{attention}.v_proj", key, width, config.qkv_bias)
-        linear(f"{attention}.o_proj", width, query, config.output_bias)
-        if config.qk_norm:
-            shapes[f"{attention}.q_norm.weight"] = (config.head_dim,)
-            shapes[f"{attention}.k_norm.weight"] = (config.head_dim,)
-        moe = config.moe
-        if moe is not None and i in moe.layers:
-            linear(f"{mlp}.gate", moe.num_experts, width)
-            blocks = [f"{mlp}.experts.{e}" for e in range(moe.num_experts)]
-            rows = moe.intermediate_size
-        else:
-            blocks, rows = [mlp], inner
-        for block in blocks:
-            linear(f"{block}.gate_proj", rows, width, config.mlp_bias)
-            linear(f"{block}.up_proj", rows, width, config.mlp_bias)
-            linear(f"{block}.down_proj", width, rows, config.mlp_bias)
-    shapes["model.norm.weight"] = (width,)
+        shapes |= block_shapes(config, i, f"model.layers.{i}")
+    shapes["model.norm.weight"] = (config.hidden_size,)
 
 
 def _gpt2(config: ModelConfig, linear: Callable, shapes: dict) -> None:

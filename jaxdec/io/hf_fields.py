@@ -19,19 +19,22 @@ HARMLESS = frozenset(
     exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
     hidden_dropout id2label initializer_range is_decoder is_encoder_decoder
     is_llama_config label2id length_penalty max_length min_length mlp_dropout model_type
-    name_or_path no_repeat_ngram_size num_beam_groups num_beams
-    num_nextn_predict_layers num_return_sequences output_attentions
-    output_hidden_states output_router_logits output_scores pad_token_id prefix
-    pretraining_tp problem_type remove_invalid_values reorder_and_upcast_attn
-    repetition_penalty resid_dropout resid_pdrop return_dict return_dict_in_generate
-    router_aux_loss_coef sep_token_id summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj suppress_tokens
-    task_specific_params temperature tie_encoder_decoder tokenizer_class top_k top_p
-    torch_dtype torchscript transformers.js_config transformers_version typical_p
-    unsloth_fixed unsloth_version use_bfloat16 use_cache
+    mtp_loss_step_weights mtp_loss_weight mtp_num_hidden_layers
+    mtp_use_dedicated_embeddings name_or_path no_repeat_ngram_size ntp_loss_weight
+    num_beam_groups num_beams num_mtp_layers num_nextn_predict_layers
+    num_return_sequences num_speculative_steps output_attentions output_hidden_states
+    output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
+    remove_invalid_values reorder_and_upcast_attn repetition_penalty resid_dropout
+    resid_pdrop return_dict return_dict_in_generate router_aux_loss_coef sep_token_id
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type
+    summary_use_proj suppress_tokens task_specific_params temperature
+    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
+    transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version
+    use_bfloat16 use_cache
     """.split()
 )
-"""Keys about training, bookkeeping, or sampling defaults (never applied silently)."""
+"""Keys about training, bookkeeping, sampling defaults (never applied silently), or what
+lies beside the model (multi-token-prediction modules)."""
 
 _NEUTRAL: dict[str, Any] = {"partial_rotary_factor": 1.0, "logit_scale": 1.0}
 """Keys with a value that changes nothing; any other value is an error."""
@@ -88,16 +91,27 @@ class Fields:
             )
         return (present or list(names))[0]
 
-    def count(self, *names: str, default: Any = _REQUIRED) -> int:
+    def count(
+        self, *names: str, default: Any = _REQUIRED, most: int | None = None
+    ) -> int:
         """A whole number of at least 1, under any of these names."""
         name = self.name_of(names)
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or value < 1 or (most is not None and value > most):
+            limit = "" if most is None else f" and at most {most}"
             raise CheckpointError(
-                f"{self._where}: {name!r} must be a whole number of at least 1, got "
-                f"{value!r}; correct it."
+                f"{self._where}: {name!r} must be a whole number of at least 1{limit}, "
+                f"got {value!r}; correct it."
             )
         return value
+
+    def parts(self, *names: str, default: Any = _REQUIRED) -> int:
+        """A number of layers or experts.
+
+        They are listed one by one, which would take for ever if it were damaged.
+        """
+        return self.count(*names, default=default, most=2**16)
 
     def count_or_none(self, *names: str, default: Any) -> int | None:
         """A whole number of at least 1, or None where the file says null."""

@@ -1,9 +1,10 @@
 """Attention over the live part of a cache, in blocks, in one program.
 
-Two ways: `attend` reads a cache into which this forward has written its own entries;
+Three ways: `attend` reads a cache into which this forward has written its own entries;
 `attend_beside` leaves the cache alone and holds the new keys and values beside it. The
 latter is for branches, which must not return caches, and for entries that will never
-be permanent: what a drafter reads of its own proposals.
+be permanent: what a drafter reads of its own proposals. `attend_all` has no cache: it
+reads whole sequences, for training.
 
 Reading the whole allocation would make a large capacity slow from the first token. So
 keys and values are read `BLOCK` slots at a time, up to the longest live row, with a
@@ -132,6 +133,22 @@ def attend_beside(
     return _ungrouped(carry, num)
 
 
+def attend_all(
+    query: Float[Array, "B T H D"],
+    keys: Float[Array, "B G R D"],
+    values: Float[Array, "B G R D"],
+    mask: Bool[Array, "B T R"],
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Float[Array, "B T H D"]:
+    """Attends the keys that `mask` allows, at least one for each query."""
+    num = query.shape[1]
+    query = _grouped(query, keys, scale)
+    carry = _absorb(_nothing(query), query, keys, values, mask, softcap)
+    return _ungrouped(carry, num)
+
+
 def _grouped(query, keys, scale):
     """Queries by the key/value head they share: ``[B, G, H/G * T, D]``."""
     batch, num, heads, width = query.shape
@@ -153,7 +170,7 @@ def _ungrouped(carry, num):
 
 def _read_cache(query, keys, values, end, visible, softcap):
     """The running softmax over slots below `end`; `visible` masks within a block."""
-    batch, groups, rows, width = query.shape
+    batch, groups, _, width = query.shape
     zero = jnp.int32(0)
     size = (batch, groups, BLOCK, width)
 
@@ -166,18 +183,22 @@ def _read_cache(query, keys, values, end, visible, softcap):
         value = jnp.where(written[:, None, :, None], value, jnp.zeros((), value.dtype))
         return _absorb(carry, query, key, value, visible(first), softcap)
 
-    carry = (
-        jnp.full((batch, groups, rows), 2 * _MASKED, jnp.float32),
-        jnp.zeros((batch, groups, rows), jnp.float32),
-        jnp.zeros((batch, groups, rows, width), jnp.float32),
-    )
-    carry = block(zero, carry)
+    carry = block(zero, _nothing(query))
     if keys.shape[2] > BLOCK:
         num_blocks = (jnp.max(end) + BLOCK - 1) // BLOCK
         carry = jax.lax.fori_loop(
             1, num_blocks, lambda i, c: block(i.astype(jnp.int32) * BLOCK, c), carry
         )
     return carry
+
+
+def _nothing(query):
+    """The running softmax before any key."""
+    return (
+        jnp.full(query.shape[:3], 2 * _MASKED, jnp.float32),
+        jnp.zeros(query.shape[:3], jnp.float32),
+        jnp.zeros(query.shape, jnp.float32),
+    )
 
 
 def _absorb(carry, query, key, value, visible, softcap):

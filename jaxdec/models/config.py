@@ -28,6 +28,8 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    rotated: float = 1.0
+    """Which part of a head's dimensions is rotated, from the first on."""
     factors: tuple[float, ...] = ()
     """Per-frequency divisors (GGUF's ``rope_freqs``), for ``kind="factors"``."""
 
@@ -66,6 +68,8 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    attention_gate: bool = False
+    """What attention returns is multiplied by the sigmoid of a projection (Qwen3.5)."""
     sandwich_norms: bool = False
     embedding_scale: float = 1.0
     attention_scale: float | None = None

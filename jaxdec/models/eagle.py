@@ -23,6 +23,7 @@ from jaxdec.models.decoder import prefers_out_first
 from jaxdec.models.eagle_config import EagleConfig
 from jaxdec.models.layers import Attention, Held, Linear, Mlp, Norm, matmul
 from jaxdec.models.rope import rotation
+from jaxdec.models.vocabulary import vocabulary_params
 from jaxdec.types import DrafterParams, Params, Vocabulary
 
 
@@ -214,20 +215,6 @@ def init_eagle_params(
             np.arange(config.draft_vocab_size), config.layers.vocab_size
         )
     return own
-
-
-def vocabulary_params(target_ids: np.ndarray, vocab_size: int) -> Params:
-    """The arrays of a reduced vocabulary: the target's token of each, and the inverse.
-
-    >>> print(vocabulary_params(np.array([1, 3, 4]), 6)["draft_index"])
-    [3 0 3 1 2 3]
-    """
-    index = np.full(vocab_size, len(target_ids), np.int32)
-    index[target_ids] = np.arange(len(target_ids))
-    return {
-        "target_ids": jnp.asarray(target_ids.astype(np.int32)),
-        "draft_index": jnp.asarray(index),
-    }
 
 
 def make_network(

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdec.models.decoder import prefers_out_first
-from jaxdec.models.eagle import vocabulary_params
 from jaxdec.models.eagle_config import EagleConfig
+from jaxdec.models.vocabulary import vocabulary_params
 from jaxdec.types import Params
 
 

@@ -48,6 +48,17 @@ def matmul(x: Float[Array, "... I"], weight: Array, *, out_first: bool) -> Array
     return rows[:num].reshape(*shape[:-1], rows.shape[-1])
 
 
+def take_rows(table: Float[Array, "V E"], index: Int[Array, "*axes"]) -> Array:
+    """Rows of a table, as float32; an index out of range takes the nearest.
+
+    XLA on CPU reads a row of bfloat16 as float32, and inside of a loop it would convert
+    the whole table first, once, and keep the copy. With the barrier it cannot know
+    before the loop that the table is the same in every round, and converts the rows.
+    """
+    table, index = jax.lax.optimization_barrier((table, index))
+    return jnp.take(table, index, axis=0, mode="clip").astype(jnp.float32)
+
+
 class Linear(nnx.Module):
     """A matrix, stored the way the backend multiplies by it fastest."""
 
@@ -129,7 +140,10 @@ class Mixture(nnx.Module):
         act = ACTIVATIONS[self.activation]
 
         def of_expert(weights, expert):
-            return jax.lax.dynamic_index_in_dim(weights[...], expert, keepdims=False)
+            # XLA on CPU slices bfloat16 as float32, and would convert all experts once
+            # before the loop: with the barrier it converts the slice.
+            every, expert = jax.lax.optimization_barrier((weights[...], expert))
+            return jax.lax.dynamic_index_in_dim(every, expert, keepdims=False)
 
         def expert_fn(rows, expert):
             y = matmul(rows, of_expert(self.up, expert), out_first=self.out_first)
@@ -169,6 +183,9 @@ class Attention(nnx.Module):
         self.out = Linear(
             heads * width, config.hidden_size, bias=config.output_bias, **kw
         )
+        gate = dict(bias=config.qkv_bias, **kw)
+        has_gate = config.attention_gate
+        self.gate = Linear(num_in, heads * width, **gate) if has_gate else None
         self.query_norm = Norm(width, eps=config.norm_eps) if config.qk_norm else None
         self.key_norm = Norm(width, eps=config.norm_eps) if config.qk_norm else None
 
@@ -204,7 +221,14 @@ class Attention(nnx.Module):
             scale=self.scale,
             window=self.window,
         )
-        return self.out(y.reshape(*x.shape[:2], -1)), keys, values
+        return self.finish(x, y), keys, values
+
+    def finish(self, x, attended):
+        """The output projection, after the gate (if there is one)."""
+        y = attended.reshape(*x.shape[:2], -1)
+        if self.gate is not None:
+            y = y * jax.nn.sigmoid(self.gate(x))
+        return self.out(y)
 
     def read(self, x, cos_sin, cached, length, position, held: "Held"):
         """Attends a cache and the entries held beside it; the cache stays as it is.
@@ -234,7 +258,7 @@ class Attention(nnx.Module):
             scale=self.scale,
             window=self.window,
         )
-        return self.out(y.reshape(*x.shape[:2], -1)), (keys, values)
+        return self.finish(x, y), (keys, values)
 
 
 class Held(NamedTuple):

@@ -75,7 +75,8 @@ def rotation(
     rope: RopeConfig, head_dim: int, position: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
     """Cosine and sine of every position's angles, float32."""
-    table = jnp.asarray(inverse_frequencies(rope, head_dim), jnp.float32)
+    num_rotated = int(head_dim * rope.rotated)
+    table = jnp.asarray(inverse_frequencies(rope, num_rotated), jnp.float32)
     angle = position[..., None].astype(jnp.float32) * table[None, None, :]
     factor = jnp.float32(attention_factor(rope))
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
@@ -85,8 +86,11 @@ def rotate(
     x: Float[Array, "B T H D"],
     cos_sin: tuple[Float[Array, "B T half"], Float[Array, "B T half"]],
 ) -> Float[Array, "B T H D"]:
-    """Rotates every head by its position."""
+    """Rotates every head by its position; dimensions past the angles stay."""
     cos, sin = (part[:, :, None, :] for part in cos_sin)
-    half = x.shape[-1] // 2
-    low, high = x[..., :half], x[..., half:]
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    half = cos.shape[-1]
+    low, high = x[..., :half], x[..., half : 2 * half]
+    parts = [low * cos - high * sin, high * cos + low * sin]
+    if 2 * half < x.shape[-1]:
+        parts.append(x[..., 2 * half :])
+    return jnp.concatenate(parts, axis=-1)

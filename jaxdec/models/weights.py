@@ -5,8 +5,7 @@ Loaders give every checkpoint under canonical names (`jaxdec.io.names`), matrice
 mixture are stacked, and all are laid out for the backend.
 """
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +15,69 @@ from jaxdec.models.decoder import prefers_out_first
 from jaxdec.types import Params
 
 
+class TensorReader:
+    """Turns tensors into arrays on the default device.
+
+    Args:
+        tensors: by canonical name; gains of norms as they multiply.
+        dtype: of matrices and embeddings; norms and biases stay float32.
+        on_host: give NumPy arrays instead.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, np.ndarray], dtype: str, *, on_host: bool = False
+    ):
+        self._tensors = tensors
+        self._on_host = on_host
+        self._dtype = jnp.dtype(dtype)
+        self._out_first = prefers_out_first(dtype)
+
+    def _get(self, names):
+        parts = [np.asarray(self._tensors[name]) for name in names]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=0)
+
+    def _array(self, value, kind):
+        value = np.ascontiguousarray(value).astype(kind)
+        return value if self._on_host else jnp.asarray(value)
+
+    def _vector(self, names):
+        return self._array(self._get(names), np.float32)
+
+    def array(self, name: str):
+        """A tensor as it is, in the dtype of the weights."""
+        return self._array(self._get([name]), self._dtype)
+
+    def linear(self, *names: str, bias: bool = False) -> Params:
+        """A linear layer; several names are joined, for they read one input."""
+        weight = self._get([f"{name}.weight" for name in names])
+        weight = weight if self._out_first else weight.T
+        tree = {"weight": self._array(weight, self._dtype)}
+        if bias:
+            tree["bias"] = self._vector([f"{name}.bias" for name in names])
+        return tree
+
+    def norm(self, name: str, *, bias: bool = False) -> Params:
+        """A norm; with `bias`, a LayerNorm."""
+        tree = {"scale": self._vector([f"{name}.weight"])}
+        if bias:
+            tree["bias"] = self._vector([f"{name}.bias"])
+        return tree
+
+    def experts(self, *names: list[str]):
+        """Matrices of all experts; `names` has the joined ones of each."""
+        parts = [self._get([f"{name}.weight" for name in group]) for group in names]
+        stacked = np.stack(parts)
+        if not self._out_first:
+            stacked = stacked.swapaxes(1, 2)
+        return self._array(stacked, self._dtype)
+
+
 def params_from_tensors(
-    config: ModelConfig, tensors: Mapping[str, np.ndarray], dtype: str = "float32"
+    config: ModelConfig,
+    tensors: Mapping[str, np.ndarray],
+    dtype: str = "float32",
+    *,
+    on_host: bool = False,
 ) -> Params:
     """The arrays of a decoder, on the default device.
 
@@ -25,64 +85,32 @@ def params_from_tensors(
         config: the architecture; the tensors must fit it (the loader has checked).
         tensors: by canonical name; gains of norms as they multiply.
         dtype: of matrices and embeddings; norms and biases stay float32.
+        on_host: return NumPy arrays, for whoever places them: a model may be too large
+            for one device.
     """
-    out_first = prefers_out_first(dtype)
-    weight_dtype = jnp.dtype(dtype)
-
-    def get(*names):
-        parts = [np.asarray(tensors[name]) for name in names]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=0)
-
-    def array(value, kind=weight_dtype):
-        return jnp.asarray(np.ascontiguousarray(value).astype(kind))
-
-    def linear(*names, bias=False):
-        weight = get(*(f"{name}.weight" for name in names))
-        tree = {"weight": array(weight if out_first else weight.T)}
-        if bias:
-            value = get(*(f"{name}.bias" for name in names))
-            tree["bias"] = array(value, np.float32)
-        return tree
-
-    def norm(name):
-        tree = {"scale": array(get(f"{name}.weight"), np.float32)}
-        if config.norm == "layer":
-            tree["bias"] = array(get(f"{name}.bias"), np.float32)
-        return tree
-
-    def experts(*names):
-        """Matrices of all experts; `names` has the joined ones of each."""
-        stacked = np.stack([get(*(f"{n}.weight" for n in group)) for group in names])
-        return array(stacked if out_first else stacked.swapaxes(1, 2))
-
-    read = _Readers(linear=linear, norm=norm, experts=experts)
+    read = TensorReader(tensors, dtype, on_host=on_host)
+    layers = range(config.num_layers)
     if config.learned_positions:
         params = {
-            "embedding": array(get("wte.weight")),
-            "positions": array(get("wpe.weight")),
-            "layers": {i: _gpt2(config, i, read) for i in range(config.num_layers)},
-            "norm": norm("ln_f"),
+            "embedding": read.array("wte.weight"),
+            "positions": read.array("wpe.weight"),
+            "layers": {i: _gpt2(config, i, read) for i in layers},
+            "norm": read.norm("ln_f", bias=True),
         }
     else:
         params = {
-            "embedding": array(get("model.embed_tokens.weight")),
-            "layers": {i: _llama(config, i, read) for i in range(config.num_layers)},
-            "norm": norm("model.norm"),
+            "embedding": read.array("model.embed_tokens.weight"),
+            "layers": {
+                i: block_params(config, i, f"model.layers.{i}", read) for i in layers
+            },
+            "norm": read.norm("model.norm"),
         }
     if not config.tie_embeddings:
-        params["head"] = {"weight": array(get("lm_head.weight"))}
+        params["head"] = {"weight": read.array("lm_head.weight")}
     return params
 
 
-class _Readers(NamedTuple):
-    """How to read a linear layer, a norm, and the matrices of all experts."""
-
-    linear: Callable
-    norm: Callable
-    experts: Callable
-
-
-def _gpt2(config: ModelConfig, layer: int, read: _Readers) -> dict:
+def _gpt2(config: ModelConfig, layer: int, read: TensorReader) -> dict:
     prefix = f"h.{layer}"
     return {
         "attention": {
@@ -93,13 +121,15 @@ def _gpt2(config: ModelConfig, layer: int, read: _Readers) -> dict:
             "up": read.linear(f"{prefix}.mlp.c_fc", bias=config.mlp_bias),
             "down": read.linear(f"{prefix}.mlp.c_proj", bias=config.mlp_bias),
         },
-        "attention_norm": read.norm(f"{prefix}.ln_1"),
-        "mlp_norm": read.norm(f"{prefix}.ln_2"),
+        "attention_norm": read.norm(f"{prefix}.ln_1", bias=True),
+        "mlp_norm": read.norm(f"{prefix}.ln_2", bias=True),
     }
 
 
-def _llama(config: ModelConfig, layer: int, read: _Readers) -> dict:
-    prefix = f"model.layers.{layer}"
+def block_params(
+    config: ModelConfig, layer: int, prefix: str, read: TensorReader
+) -> Params:
+    """The arrays of one layer of Llama's descendants, under names with `prefix`."""
     attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     linear, norm = read.linear, read.norm
     tree = {
@@ -126,6 +156,8 @@ def _llama(config: ModelConfig, layer: int, read: _Readers) -> dict:
             "up": linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=config.mlp_bias),
             "down": linear(f"{mlp}.down_proj", bias=config.mlp_bias),
         }
+    if config.attention_gate:
+        tree["attention"]["gate"] = linear(f"{attn}.gate", bias=config.qkv_bias)
     if config.qk_norm:
         tree["attention"]["query_norm"] = norm(f"{attn}.q_norm")
         tree["attention"]["key_norm"] = norm(f"{attn}.k_norm")
@@ -136,3 +168,46 @@ def _llama(config: ModelConfig, layer: int, read: _Readers) -> dict:
     else:
         tree["mlp_norm"] = norm(f"{prefix}.post_attention_layernorm")
     return tree
+
+
+def block_shapes(
+    config: ModelConfig, layer: int, prefix: str
+) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every tensor that `block_params` reads."""
+    width = config.hidden_size
+    query = config.num_heads * config.head_dim
+    key = config.num_kv_heads * config.head_dim
+    attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def linear(name, rows, columns, bias=False):
+        shapes[f"{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{name}.bias"] = (rows,)
+
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if config.sandwich_norms:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    for norm in norms:
+        shapes[f"{prefix}.{norm}.weight"] = (width,)
+    linear(f"{attn}.q_proj", query, width, config.qkv_bias)
+    linear(f"{attn}.k_proj", key, width, config.qkv_bias)
+    linear(f"{attn}.v_proj", key, width, config.qkv_bias)
+    linear(f"{attn}.o_proj", width, query, config.output_bias)
+    if config.attention_gate:
+        linear(f"{attn}.gate", query, width, config.qkv_bias)
+    if config.qk_norm:
+        shapes[f"{attn}.q_norm.weight"] = (config.head_dim,)
+        shapes[f"{attn}.k_norm.weight"] = (config.head_dim,)
+    moe = config.moe
+    if moe is not None and layer in moe.layers:
+        linear(f"{mlp}.gate", moe.num_experts, width)
+        blocks = [f"{mlp}.experts.{e}" for e in range(moe.num_experts)]
+        rows = moe.intermediate_size
+    else:
+        blocks, rows = [mlp], config.intermediate_size
+    for block in blocks:
+        linear(f"{block}.gate_proj", rows, width, config.mlp_bias)
+        linear(f"{block}.up_proj", rows, width, config.mlp_bias)
+        linear(f"{block}.down_proj", width, rows, config.mlp_bias)
+    return shapes

@@ -7,7 +7,7 @@ and k draft tokens a step,
     TPOT(k) = (draft(k) + verify(k) + overhead) / E(k)          predicted, in ms
 
 where the overhead is what the measured round spends beyond drafting and verifying. A
-round of r ms breaks even with greedy decoding of g ms a token when it emits r / g
+round of r ms breaks even with plain decoding of g ms a token when it emits r / g
 tokens. A step with K judged tokens emits 1 + K x acceptance rate, hence
 
     break-even acceptance rate = (r / g - 1) / K,
@@ -86,12 +86,12 @@ def expected_tokens(
 
 
 def break_even_acceptance(
-    round_ms: Number, greedy_tpot_ms: Number, draft_length: Number
+    round_ms: Number, plain_tpot_ms: Number, draft_length: Number
 ) -> float:
-    """Acceptance rate at which a round's tokens cost what greedy decoding's do.
+    """Acceptance rate at which a round's tokens cost what plain decoding's do.
 
     Returns:
-        ``(round / greedy - 1) / K``; at most 0 if even refused drafts cost nothing,
+        ``(round / plain - 1) / K``; at most 0 if even refused drafts cost nothing,
         above 1 if no acceptance is enough.
 
     >>> break_even_acceptance(30.0, 20.0, 4)
@@ -102,7 +102,7 @@ def break_even_acceptance(
             f"break-even needs a draft, got length {draft_length}; pass what a step "
             "judges on average."
         )
-    return (round_ms / greedy_tpot_ms - 1) / draft_length
+    return (round_ms / plain_tpot_ms - 1) / draft_length
 
 
 def cost_at(

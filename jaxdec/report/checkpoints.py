@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxdec.io.checkpoint import Checkpoint, expected_tensors
+from jaxdec.io.checkpoint import Checkpoint, CheckpointError, expected_tensors
+from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
+from jaxdec.io.drafters.mtp import read_native
 from jaxdec.io.hub import BUILT_IN
 from jaxdec.io.storage import cache_folder
 
@@ -45,6 +47,38 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
             for token in checkpoint.stop_tokens
         ],
         "hash": checkpoint.content_hash,
+    }
+
+
+def describe_drafter(checkpoint: DrafterCheckpoint, source: str) -> dict[str, Any]:
+    """The facts of a drafter, as JSON values."""
+    facts = dict(checkpoint.facts)
+    shapes = [np.shape(x) for x in checkpoint.tensors.values()]
+    first = {
+        "source": source,
+        "format": checkpoint.format,
+        "is": f"a drafter ({checkpoint.family})",
+        "parameters": int(sum(np.prod(shape) for shape in shapes)),
+        "tensors": len(shapes),
+    }
+    order = ("layout", "taps", "vocabulary", "draft_vocabulary", "embedding", "head")
+    named = {name: facts.pop(name) for name in order if name in facts}
+    facts.pop("format", None)
+    return first | named | facts
+
+
+def describe_native(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the multi-token-prediction modules in a model's own files are."""
+    try:
+        found = read_native(
+            checkpoint.settings, checkpoint.extra, checkpoint.config, {}
+        )
+    except CheckpointError as error:
+        return {"native MTP": f"cannot be used: {error}"}
+    if found is None:
+        return {"native MTP": None}
+    return {"native MTP": found.format} | {
+        f"MTP {name.replace('_', ' ')}": value for name, value in found.facts.items()
     }
 
 

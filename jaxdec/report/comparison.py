@@ -9,7 +9,9 @@ from typing import Any
 
 from jaxdec import advice
 from jaxdec.certificate import Certificate
+from jaxdec.concurrency import Together
 from jaxdec.evidence import Evidence, jsonable
+from jaxdec.planning.bandwidth import Floor
 from jaxdec.report.tables import markdown
 from jaxdec.strategies import LookupConfig, StrategyConfig
 
@@ -28,9 +30,14 @@ NOTES = (
     "replacement character.",
     f"distinct_outputs counts the different outputs of the first prompt over "
     f"{NUM_SEEDS} seeds; at temperature 0 the seed is not used, so it is 1.",
+    "A strategy that ends every answer in its first step ('1 step' in place of TPOT) "
+    "has no time per token, so it cannot be ranked.",
     "Costs per step are measured alone, after the run; drafting, verifying and the "
     "rest need not add up to the round.",
     "Sampling changes what is said, not how fast, so 'sample' is not ranked.",
+    "The floor of a plain step is the time in which this machine reads the weights and "
+    "the KV state once. The requests of 'together' are the first ones, decoded as one "
+    "batch by the strategy that is advised.",
 )
 
 
@@ -58,6 +65,9 @@ class Comparison:
     certificates: Mapping[str, Certificate]
     """By label; empty if none was asked for."""
     advice: advice.Advice
+    floor: Floor
+    together: Together | None
+    """None where there are not two requests to run at once."""
     requests: Mapping[str, tuple[Mapping[str, Any], ...]]
     """By label, what the report adds to each request: prompt and text."""
 
@@ -75,6 +85,8 @@ class Comparison:
                 label: certificate.to_dict()
                 for label, certificate in self.certificates.items()
             },
+            "floor": dataclasses.asdict(self.floor),
+            "together": self.together and dataclasses.asdict(self.together),
             "advice": jsonable(self.advice.to_dict()),
         }
 
@@ -119,27 +131,50 @@ def recommend(
     entries: Sequence[Entry],
     evidence: Mapping[str, Evidence],
     certificates: Mapping[str, Certificate],
+    *,
+    floor: Floor | None = None,
+    together: Together | None = None,
 ) -> advice.Advice:
     """The advice that the evidence and the certificates support.
 
+    Args:
+        entries: what was compared.
+        evidence: of each, by label.
+        certificates: of each, by label.
+        floor: of a plain step, for advice on its time.
+        together: requests run at once, for advice on scheduling.
+
     Raises:
-        ValueError: greedy decoding has no time per token.
+        ValueError: plain decoding has no time per token.
     """
-    greedy = evidence[_baseline(entries)]
-    if greedy.tpot_ms is None:
+    name = baseline(entries)
+    plain = evidence[name]
+    if plain.tpot_ms is None:
         raise ValueError(
-            "greedy decoding ended every answer at its first token, so there is no "
+            f"{name} decoding ended every answer at its first token, so there is no "
             "time per token to compare; use other prompts, or a higher max_new_tokens"
         )
     return advice.advise(
         dict(_measured(entries, evidence, certificates)),
-        greedy_tpot_ms=greedy.tpot_ms,
-        prefill_ms=max(1000 * greedy.ttft_s - greedy.tpot_ms, 0.0),
-        output_lengths=[request.output_length for request in greedy.requests],
+        plain_tpot_ms=plain.tpot_ms,
+        baseline=name,
+        untimed=[
+            entry.label
+            for entry in entries
+            if entry.config.length and evidence[entry.label].tpot_ms is None
+        ],
+        prefill_ms=max(1000 * plain.ttft_s - plain.tpot_ms, 0.0),
+        output_lengths=[request.output_length for request in plain.requests],
+        floor_ms=None if floor is None else floor.floor_ms,
+        num_requests=1 if together is None else together.num_requests,
+        throughput_tokens_per_s=None
+        if together is None
+        else together.throughput_tokens_per_s,
+        p99_gap_ms=None if together is None else together.p99_gap_ms,
     )
 
 
-def _baseline(entries: Sequence[Entry]) -> str:
+def baseline(entries: Sequence[Entry]) -> str:
     """The plain decoding that the drafting strategies are measured against."""
     return next((e.reference for e in entries if e.config.length), advice.GREEDY)
 
@@ -150,10 +185,10 @@ def _measured(
     certificates: Mapping[str, Certificate],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """What the advice needs of each strategy that drafts and was timed."""
-    plain_verify_ms = evidence[_baseline(entries)].verify_cost_ms
+    plain_verify_ms = evidence[baseline(entries)].verify_cost_ms
     for entry in entries:
         record, length = evidence[entry.label], entry.config.length
-        if not length or not record.tpot_ms:
+        if not length or record.tpot_ms is None:
             continue
         certificate = certificates.get(entry.label)
         reasons = ("no certificate was drawn up",)

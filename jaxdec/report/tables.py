@@ -26,6 +26,11 @@ def _milliseconds(name: str) -> Callable[[Record], str]:
     return show
 
 
+def _time_per_token(record: Record) -> str:
+    """TPOT; without one, every answer ended in its first step."""
+    return "1 step" if record["tpot_ms"] is None else _milliseconds("tpot_ms")(record)
+
+
 def _percent(name: str) -> Callable[[Record], str]:
     def show(record):
         return "-" if record[name] is None else f"{record[name]:.0%}"
@@ -52,7 +57,7 @@ _BEFORE_CERTIFICATE = (
     ("tokens\n/step", _number("tokens_per_step")),
     ("accept\nrate", _if_drafting(_percent("acceptance_rate"))),
     ("roll-\nbacks", _if_drafting(lambda record: str(record["num_rollbacks"]))),
-    ("TPOT\nms", _milliseconds("tpot_ms")),
+    ("TPOT\nms", _time_per_token),
     ("speed", _number("speed_vs_greedy", unit="x")),
     ("draft\nms", _if_drafting(_milliseconds("draft_cost_ms"))),
     ("verify\nms", _milliseconds("verify_cost_ms")),

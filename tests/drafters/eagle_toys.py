@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import toy
 
-from jaxdec.drafters.eagle import eagle, eagle_tree
+from jaxdec.drafters.eagle import eagle, recurrent_net
+from jaxdec.drafters.recurrent_tree import recurrent_tree
 from jaxdec.models.config import ModelConfig
-from jaxdec.models.eagle import init_eagle_params, vocabulary_params
+from jaxdec.models.eagle import init_eagle_params
 from jaxdec.models.eagle_config import EagleConfig
+from jaxdec.models.vocabulary import vocabulary_params
 from jaxdec.types import DrafterParams
 
 LENGTH = 4
@@ -132,7 +134,8 @@ def _chain(config):
 def _tree(config):
     def build(coupled=True, processor=None, **kwargs):
         assert coupled, "trees are for the rule match"
-        return eagle_tree(config, processor=processor, **TREE | kwargs)
+        net = recurrent_net(config)
+        return recurrent_tree(net, processor=processor, **TREE | kwargs)
 
     return build
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import toy
 
-from jaxdec.drafters.eagle import eagle_tree
+from jaxdec.drafters.eagle import recurrent_net
+from jaxdec.drafters.recurrent_tree import recurrent_tree
 from jaxdec.types import Commit, FinishReason
 
 NAMES = ("eagle3_tree", "eagle3", "peagle", "oracle_tree", "corrupted")
@@ -25,7 +26,8 @@ def method(name) -> toy.Method:
         if name == "corrupted":
             drafter = toy.corrupted(build())
         else:
-            drafter = eagle_tree(eagle_toys.EAGLE_1, **eagle_toys.TREE)
+            net = recurrent_net(eagle_toys.EAGLE_1)
+            drafter = recurrent_tree(net, **eagle_toys.TREE)
     else:
         taps, build, params = eagle_toys.methods()[name]
         # Trees that do not know the noise are as lossless as those that do.

@@ -10,7 +10,7 @@ import pytest
 import toy
 
 from jaxdec import acceptance, decoding, drafting, sampling
-from jaxdec.drafters.eagle import eagle, eagle_tree, recurrent_net
+from jaxdec.drafters.eagle import eagle, recurrent_net
 from jaxdec.drafters.recurrent_tree import (
     Candidates,
     best_nodes,
@@ -323,13 +323,6 @@ def test_sizes_that_make_no_tree():
         with pytest.raises(ValueError, match=words):
             recurrent_tree(net, **kwargs)
     assert most_nodes(2, 2) == 6
-
-
-def test_no_tree_of_a_drafter_that_drafts_in_one_pass():
-    with pytest.raises(ValueError, match="does not read its own tokens"):
-        eagle_tree(eagle_toys.P_EAGLE, nodes=4, depth=2, width=2)
-    with pytest.raises(ValueError, match="draft length is 0"):
-        eagle(eagle_toys.P_EAGLE, length=0)
 
 
 def test_a_tree_wider_than_the_vocabulary():

@@ -11,6 +11,9 @@ import toy
 import jaxdec
 from jaxdec.models.decoder import make_model
 
+CHUNK = 8
+"""Tokens a row and forward: one program for prompts and for single steps."""
+
 
 class Read(NamedTuple):
     """What a target says of a sequence; every leaf leads with its places."""
@@ -45,37 +48,56 @@ def read_prompts(lm, prompts):
     Returns:
         One `Read` per prompt, and the cache with all of them committed.
     """
-    model, forward = program(lm.config)
-    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-    width = -(-lengths.max() // 8) * 8
-    tokens = np.zeros((len(prompts), width), np.int32)
+    lengths = np.asarray([len(prompt) for prompt in prompts])
+    num_chunks = -(-int(lengths.max()) // CHUNK)
+    tokens = np.zeros((len(prompts), num_chunks * CHUNK), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-    position = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
-    cache = model.init_cache(len(prompts), 256)
-    cache, output = forward(lm.params, cache, jnp.asarray(tokens), position, None)
-    reads = [_part(lm.config, output, row, n) for row, n in enumerate(lengths)]
-    return reads, cache.commit(None, jnp.asarray(lengths))
+    model, _ = program(lm.config)
+    # Room for the answers too, and for what a step writes as scratch.
+    cache = model.init_cache(len(prompts), num_chunks * CHUNK + 128)
+    outputs = []
+    for start in range(0, num_chunks * CHUNK, CHUNK):
+        live = np.clip(lengths - start, 0, CHUNK)
+        cache, output = _read(lm, cache, tokens[:, start : start + CHUNK], live)
+        outputs.append(output)
+    whole = [np.concatenate(parts, 1) for parts in zip(*outputs, strict=True)]
+    return [
+        Read(
+            logits=whole[0][row, :length],
+            taps=np.stack(
+                np.split(whole[1][row, :length], lm.config.num_layers + 1, axis=-1)
+            ),
+            normed_hidden=whole[2][row, :length],
+        )
+        for row, length in enumerate(lengths)
+    ], cache
 
 
 def continue_greedily(lm, reads, cache, num):
-    """The next `num` tokens of every row and the logits behind each, step by step."""
-    _, forward = program(lm.config)
+    """The next `num` tokens of every row and the logits behind each, step by step.
+
+    The same program as for prompts: all but the first token of a step is scratch.
+    """
     logits = [np.stack([read.logits[-1] for read in reads])]
     tokens = [logits[0].argmax(-1)]
+    rng = np.random.default_rng(0)
     while len(tokens) < num:
-        step = jnp.asarray(tokens[-1][:, None], jnp.int32)
-        cache, output = forward(lm.params, cache, step, cache.length[:, None], None)
-        cache = cache.commit(None, jnp.ones_like(cache.length))
-        logits.append(np.asarray(output.logits[:, 0]))
+        step = rng.integers(0, lm.config.vocab_size, (len(reads), CHUNK))
+        step[:, 0] = tokens[-1]
+        cache, output = _read(lm, cache, step, np.ones(len(reads)))
+        logits.append(output[0][:, 0])
         tokens.append(logits[-1].argmax(-1))
     return np.stack(tokens, 1), np.stack(logits, 1)
 
 
-def _part(config, output, row, length):
-    features = np.asarray(output.features[row, :length])
-    return Read(
-        logits=np.asarray(output.logits[row, :length]),
-        taps=np.stack(np.split(features, config.num_layers + 1, axis=-1)),
-        normed_hidden=np.asarray(output.normed_hidden[row, :length]),
+def _read(lm, cache, tokens, live):
+    """Reads `CHUNK` tokens a row after the cache, of which the first `live` stay."""
+    _, forward = program(lm.config)
+    position = cache.length[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)[None]
+    cache, output = forward(
+        lm.params, cache, jnp.asarray(tokens, jnp.int32), position, None
     )
+    parts = (output.logits, output.features, output.normed_hidden)
+    cache = cache.commit(None, jnp.asarray(live, jnp.int32))
+    return cache, tuple(np.asarray(part) for part in parts)

@@ -14,9 +14,10 @@ from reading import read_prompts
 
 import jaxdec
 from jaxdec import sampling
-from jaxdec.drafters.eagle import eagle, eagle_tree, recurrent_net
-from jaxdec.drafters.recurrent_tree import best_nodes, grow
-from jaxdec.io.drafters.eagle import read_eagle, recognise, share_with_target
+from jaxdec.drafters.eagle import eagle, recurrent_net
+from jaxdec.drafters.recurrent_tree import best_nodes, grow, recurrent_tree
+from jaxdec.io.drafters.eagle import read_eagle, recognise
+from jaxdec.io.drafters.sharing import share_with_target
 from jaxdec.io.safetensors import open_stored
 from jaxdec.models.decoder import make_model
 from jaxdec.models.eagle import make_network
@@ -221,7 +222,7 @@ def test_chain(case):
 def tree_program(config: EagleConfig, nodes: int, depth: int, width: int):
     """One round of a tree, and the numbers behind it."""
     net = recurrent_net(config)
-    drafter = eagle_tree(config, nodes=nodes, depth=depth, width=width)
+    drafter = recurrent_tree(net, nodes=nodes, depth=depth, width=width)
 
     def run(params, state, commit, sequences):
         state = drafter.extend(params, state, commit)
@@ -271,8 +272,8 @@ def test_end_to_end(case):
     loaded, expected = load(case), case.expected()
     if "tree" in case.facts:
         shape = case.facts["tree"]
-        drafter = eagle_tree(
-            loaded.config,
+        drafter = recurrent_tree(
+            recurrent_net(loaded.config),
             nodes=shape["total_tokens"] - 1,
             depth=shape["depth"] + 1,
             width=shape["top_k"],

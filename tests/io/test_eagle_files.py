@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxdec.io.checkpoint import CheckpointError
-from jaxdec.io.drafters.eagle import read_eagle, recognise, share_with_target
+from jaxdec.io.drafters.eagle import read_eagle, recognise
+from jaxdec.io.drafters.sharing import share_with_target
 from jaxdec.io.hf_config import config_from_hf
 from jaxdec.io.safetensors import open_stored, read_json
 from jaxdec.io.torch_files import read_torch_file

@@ -6,7 +6,6 @@ map between the vocabularies. Tensors are compared as a whole with what the
 configuration needs.
 """
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -18,10 +17,10 @@ from jaxdec.io.checkpoint import CheckpointError, check_finite, shapes_of
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.eagle_formats import find_format
 from jaxdec.io.drafters.eagle_settings import File
+from jaxdec.io.drafters.sharing import owner
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.eagle_config import EagleConfig
 from jaxdec.models.eagle_weights import expected_eagle_tensors, target_ids_of
-from jaxdec.types import Params
 
 _IGNORED = re.compile(r"verifier_.*|(.*\.)?rotary_emb\.inv_freq")
 """Copies of the target's that only training needs; tables that the settings determine.
@@ -83,13 +82,13 @@ def read_eagle(
     config = found.read(file)
     _check_pairing(config, target)
     tensors = {new: np.asarray(tensors[old]) for new, old in names.items()}
-    check_finite({k: x for k, x in tensors.items() if x.dtype in _FLOATS})
+    check_finite({names[k]: x for k, x in tensors.items() if x.dtype in _FLOATS})
     t2d = tensors.pop("t2d", None)
     if not config.is_reduced:
         _check_whole(tensors.pop("d2t", None))
     if "mask_hidden" in tensors:
         tensors["mask_hidden"] = tensors["mask_hidden"].reshape(-1)
-    _check_tensors(config, tensors)
+    _check_tensors(config, tensors, names)
     if config.is_reduced:
         _check_map(tensors["d2t"], t2d, config.layers.vocab_size)
     return DrafterCheckpoint(
@@ -99,38 +98,6 @@ def read_eagle(
         format=found.name,
         facts=_facts(config, file.choices),
     )
-
-
-def share_with_target(
-    checkpoint: DrafterCheckpoint, params: Params
-) -> DrafterCheckpoint:
-    """Drops copies of the target's arrays, and takes the rows of its head that lack.
-
-    Args:
-        checkpoint: what `read_eagle` returned.
-        params: the target's arrays (see `jaxdec.models.decoder`).
-    """
-    config, tensors = checkpoint.config, dict(checkpoint.tensors)
-    embedding = np.asarray(params["embedding"])
-    head = np.asarray(params["head"]["weight"]) if "head" in params else embedding
-
-    def is_copy(name, original):
-        copy = tensors[name]
-        same = copy.shape == original.shape
-        return same and np.array_equal(copy.astype(original.dtype), original)
-
-    if config.own_embedding and is_copy("embed_tokens.weight", embedding):
-        del tensors["embed_tokens.weight"]
-        config = dataclasses.replace(config, own_embedding=False)
-    if config.own_head and is_copy("lm_head.weight", head):
-        del tensors["lm_head.weight"]
-        config = dataclasses.replace(config, own_head=False)
-    if config.is_reduced and not config.own_head:
-        tensors["lm_head.weight"] = head[target_ids_of(tensors["d2t"])]
-        config = dataclasses.replace(config, own_head=True)
-    facts = checkpoint.facts | {"embedding": _owner(config.own_embedding)}
-    facts |= {"head": _owner(config.own_head)}
-    return dataclasses.replace(checkpoint, config=config, tensors=tensors, facts=facts)
 
 
 def _canonical_names(names) -> dict[str, str]:
@@ -244,19 +211,36 @@ def _check_map(d2t: np.ndarray, t2d: np.ndarray | None, vocab_size: int) -> None
         )
 
 
-def _check_tensors(config: EagleConfig, tensors: Mapping[str, np.ndarray]) -> None:
-    """Lists all missing, unexpected and mis-shaped tensors at once."""
+def _check_tensors(
+    config: EagleConfig,
+    tensors: Mapping[str, np.ndarray],
+    names: Mapping[str, str],
+) -> None:
+    """Lists all missing, unexpected and mis-shaped tensors, by their names in the file.
+
+    Args:
+        config: what the drafter is.
+        tensors: under canonical names.
+        names: of the file, by canonical name.
+    """
     expected = expected_eagle_tensors(config)
+    is_midlayer = any(old.endswith("midlayer." + new[9:]) for new, old in names.items())
+
+    def stored(name):
+        if name in names or not is_midlayer:
+            return names.get(name, name)
+        return re.sub(r"^layers\.0\.", "midlayer.", name)
+
     lists = {
-        "missing": [name for name in expected if name not in tensors],
-        "unexpected": [name for name in tensors if name not in expected],
+        "missing": [stored(name) for name in expected if name not in tensors],
+        "unexpected": [stored(name) for name in tensors if name not in expected],
         "wrong shape": [
-            f"{name}: has {list(tensors[name].shape)}, needs {list(shape)}"
+            f"{stored(name)}: has {list(tensors[name].shape)}, needs {list(shape)}"
             for name, shape in expected.items()
             if name in tensors and tensors[name].shape != shape
         ],
         "no floating-point numbers": [
-            f"{name}: {x.dtype}"
+            f"{stored(name)}: {x.dtype}"
             for name, x in tensors.items()
             if name != "d2t" and x.dtype not in _FLOATS
         ],
@@ -272,10 +256,6 @@ def _check_tensors(config: EagleConfig, tensors: Mapping[str, np.ndarray]) -> No
     raise CheckpointError("\n".join(lines))
 
 
-def _owner(is_own: bool) -> str:
-    return "its own" if is_own else "the target's"
-
-
 def _facts(config: EagleConfig, choices: list[str]) -> dict[str, Any]:
     layers = config.layers
     return {
@@ -284,8 +264,8 @@ def _facts(config: EagleConfig, choices: list[str]) -> dict[str, Any]:
         "taps": list(config.taps),
         "draft_length": config.draft_length,
         "vocabulary": [config.draft_vocab_size, layers.vocab_size],
-        "embedding": _owner(config.own_embedding),
-        "head": _owner(config.own_head),
+        "embedding": owner(config.own_embedding),
+        "head": owner(config.own_head),
         "norm_before_residual": config.norm_before_residual,
         "max_positions": layers.max_positions,
         "windows": list(layers.layer_windows),

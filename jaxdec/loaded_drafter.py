@@ -1,0 +1,243 @@
+"""A trained drafter, loaded for one target.
+
+drafter = jaxdec.load_drafter("path/to/drafter", lm)
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from jaxdec.drafters.dspark import block_drafter
+from jaxdec.drafters.eagle import eagle, recurrent_net
+from jaxdec.drafters.mtp import mtp
+from jaxdec.drafters.mtp import recurrent_net as mtp_recurrent_net
+from jaxdec.drafters.recurrent_tree import recurrent_tree
+from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
+from jaxdec.io.drafters.mtp import read_native
+from jaxdec.io.drafters.read import open_drafter, read_drafter
+from jaxdec.io.drafters.sharing import share_with_target
+from jaxdec.models.block import make_block_net
+from jaxdec.models.block_weights import block_params_from_tensors
+from jaxdec.models.eagle_weights import eagle_params_from_tensors
+from jaxdec.models.mtp import make_mtp, mtp_params_from_tensors
+from jaxdec.types import Drafter, DrafterParams, LogitsProcessor, Params
+
+_PARAMS = {
+    "eagle": eagle_params_from_tensors,
+    "block": block_params_from_tensors,
+    "mtp": mtp_params_from_tensors,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tree:
+    """The shape of a draft tree."""
+
+    width: int = 4
+    """Nodes read together, and continuations looked at of each (EAGLE's top_k)."""
+    depth: int = 4
+    """Tokens on the longest path."""
+    nodes: int = 12
+    """Draft tokens that the target judges, the anchor not counted."""
+
+    def __post_init__(self):
+        for name in ("width", "depth", "nodes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"a draft tree's {name} must be a whole number of at least 1, got "
+                    f"{value!r}"
+                )
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class LoadedDrafter:
+    """A drafter that is ready for its target; compared by identity."""
+
+    family: Literal["eagle", "block", "mtp"]
+    config: Any
+    """Its normalised record: `EagleConfig`, `BlockConfig` or `MtpConfig`."""
+    own: Params
+    """Its arrays; what it shares with the target is not among them."""
+    name: str
+    format: str
+    """Who writes such files, in words."""
+    facts: Mapping[str, Any]
+    """Layout, taps, vocabulary, heads, choices: what ``jaxdec inspect`` shows."""
+    dtype: str = "float32"
+    content_hash: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The strategy that it serves: mtp, eagle, eagle3, peagle, dflash or dspark."""
+        if self.family == "mtp":
+            return "mtp"
+        if self.family == "block":
+            has_heads = (self.config.markov, self.config.confidence) != ("none", "none")
+            return "dspark" if has_heads else "dflash"
+        return recurrent_net(self.config).name
+
+    @property
+    def has_confidence(self) -> bool:
+        """Whether it estimates how likely its tokens are accepted."""
+        return self.family == "block" and self.config.confidence != "none"
+
+    @property
+    def draft_length(self) -> int:
+        """K unless a strategy says otherwise: what its authors draft."""
+        if self.family == "block":
+            return self.config.max_length
+        if self.family == "eagle":
+            return self.config.draft_length
+        return max(self.config.num_native_modules, 3)
+
+    @property
+    def num_native_modules(self) -> int:
+        """Multi-token-prediction modules; 0 for other drafters."""
+        return self.config.num_native_modules if self.family == "mtp" else 0
+
+    @property
+    def num_params(self) -> int:
+        """How many weights of its own it has."""
+        return sum(x.size for x in jax.tree.leaves(self.own))
+
+    def params(self, target: Params) -> DrafterParams:
+        """Its arrays, and the target's that it shares."""
+        return DrafterParams(own=self.own, shared=target)
+
+    def chain(
+        self,
+        length: int,
+        *,
+        coupled: bool = True,
+        greedy: bool = False,
+        processor: LogitsProcessor | None = None,
+        cache_dtype: str = "float32",
+    ) -> Drafter:
+        """A drafter of `length` tokens in a row.
+
+        Args:
+            length: K.
+            coupled: True for the rule `match`, False for `rejection`.
+            greedy: of block drafters: draft the likeliest tokens at any temperature.
+            processor: the request's custom processor.
+            cache_dtype: of keys and values.
+
+        Raises:
+            ValueError: a length that it cannot draft, or `greedy` where it means
+                nothing.
+        """
+        if greedy and self.family != "block":
+            raise ValueError(
+                f"greedy drafts are an option of block drafters, and {self.kind!r} is "
+                "none; leave it out"
+            )
+        options = dict(coupled=coupled, processor=processor)
+        if self.family == "eagle":
+            dtypes = dict(dtype=self.dtype, cache_dtype=cache_dtype)
+            return eagle(self.config, length=length, **options, **dtypes)
+        if self.family == "mtp":
+            return mtp(self._mtp(cache_dtype), length, **options)
+        net = make_block_net(self.config, dtype=self.dtype, cache_dtype=cache_dtype)
+        return block_drafter(net, length, greedy=greedy, **options)
+
+    def tree(
+        self,
+        shape: Tree,
+        *,
+        noise: bool = True,
+        processor: LogitsProcessor | None = None,
+        cache_dtype: str = "float32",
+    ) -> Drafter:
+        """A drafter of trees, for the rule `match`.
+
+        Raises:
+            ValueError: it is none that drafts token by token.
+        """
+        is_parallel = self.family == "eagle" and self.config.is_parallel
+        if self.family == "block" or is_parallel or self.num_native_modules > 1:
+            raise ValueError(
+                f"a draft tree needs a drafter that goes on from its own tokens, and "
+                f"{self.kind!r} of {self.format} does not; use it without a tree"
+            )
+        if self.family == "mtp":
+            net = mtp_recurrent_net(self._mtp(cache_dtype))
+        else:
+            net = recurrent_net(self.config, dtype=self.dtype, cache_dtype=cache_dtype)
+        return recurrent_tree(
+            net,
+            nodes=shape.nodes,
+            depth=shape.depth,
+            width=shape.width,
+            noise=noise,
+            processor=processor,
+        )
+
+    def _mtp(self, cache_dtype):
+        return make_mtp(self.config, dtype=self.dtype, cache_dtype=cache_dtype)
+
+
+def load_drafter(
+    name: str | Path,
+    lm: Any,
+    *,
+    progress: Callable[[str], None] | None = None,
+    **overrides: Any,
+) -> LoadedDrafter:
+    """Loads a published drafter for a target.
+
+    Args:
+        name: a folder with ``config.json`` and weights, or a Hub id. EAGLE-1/2/3,
+            P-EAGLE, DFlash, DSpark and MTP are read as SafeAILab, z-lab, DeepSpec and
+            speculators write them.
+        lm: the target, from `jaxdec.load`. The drafter gets its dtype, and shares its
+            embedding and head where the file brings none, or the very same.
+        progress: told in words when something slow begins.
+        **overrides: settings to use in place of what the file says or leaves open, for
+            example ``sample_from_anchor=False``; an error names what applies.
+
+    Raises:
+        jaxdec.io.checkpoint.CheckpointError: it cannot be found or read, is not whole,
+            or does not fit the target.
+    """
+    stored = open_drafter(name, progress)
+    checkpoint = read_drafter(stored, lm.config, overrides)
+    return from_checkpoint(checkpoint, lm, str(name), stored.content_hash)
+
+
+def native_drafter(lm: Any, found: Any, **overrides: Any) -> LoadedDrafter | None:
+    """The MTP modules that a target's own checkpoint holds; None if it has none.
+
+    Args:
+        lm: the target.
+        found: its `Checkpoint`.
+        **overrides: as for `load_drafter`.
+
+    Raises:
+        jaxdec.io.checkpoint.CheckpointError: there are modules that cannot be used.
+    """
+    checkpoint = read_native(found.settings, found.extra, lm.config, overrides)
+    if checkpoint is None:
+        return None
+    return from_checkpoint(checkpoint, lm, f"{lm.name} (native)", lm.content_hash)
+
+
+def from_checkpoint(
+    checkpoint: DrafterCheckpoint, lm: Any, name: str, content_hash: str
+) -> LoadedDrafter:
+    """Puts a drafter's own tensors on the device, in the target's dtype."""
+    checkpoint = share_with_target(checkpoint, lm.params)
+    make = _PARAMS[checkpoint.family]
+    return LoadedDrafter(
+        family=checkpoint.family,
+        config=checkpoint.config,
+        own=make(checkpoint.config, checkpoint.tensors, lm.dtype),
+        name=name,
+        format=checkpoint.format,
+        facts=checkpoint.facts,
+        dtype=lm.dtype,
+        content_hash=content_hash,
+    )
