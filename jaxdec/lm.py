@@ -103,6 +103,7 @@ class LM:
             "dtype": self.dtype,
             "stop_tokens": list(self.stop_tokens),
             "content_hash": self.content_hash,
+            "has_mtp": "mtp" in self.strategies,
         }
         save_params(folder, self.params, facts)
         if self.tokenizer is not None:
@@ -185,6 +186,7 @@ def _restore(folder: Path, dtype: str, cache_dtype: str, mesh: Mesh | None) -> L
         )
     config = config_from_json(facts["config"])
     params, _ = load_params(folder, abstract_params(config, dtype))
+    notes = {"mtp": "LM.save does not keep MTP modules; load the original"}
     has_tokenizer = (folder / "tokenizer.json").exists()
     return LM(
         config=config,
@@ -195,5 +197,6 @@ def _restore(folder: Path, dtype: str, cache_dtype: str, mesh: Mesh | None) -> L
         dtype=dtype,
         cache_dtype=cache_dtype,
         name=str(folder),
+        notes=notes if facts.get("has_mtp") else {},
         content_hash=facts["content_hash"],
     )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 
 from jaxdec.cache import write_tail
 from jaxdec.models.attention import attend, attend_all, attend_beside
@@ -81,7 +82,7 @@ def test_rows_of_a_table_are_converted_and_not_the_table():
 
             return jax.lax.fori_loop(0, num, body, index)
 
-        text = jax.jit(loop).lower(table, index, 9).compile().as_text()
+        text = jax.jit(loop).lower(table, index, 9).compile(toy.OPTIMISED).as_text()
         return re.findall(r"= f32\[512,24\]\S* (?:fusion|copy)\(", text)
 
     def plainly(table, index):

@@ -6,10 +6,12 @@ invisible in the Python code; so is a host callback. These tests read the compil
 
 import dataclasses
 import re
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+import toy
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxdec import decoding, program, strategies
@@ -105,7 +107,7 @@ def request_shapes(capacity):
         num_stop_slots=4,
         num_bias_slots=8,
     )
-    return program.abstract_request(None, key)
+    return program.abstract_request(types.SimpleNamespace(mesh=None), key)
 
 
 def compiled_texts(name, capacity, sharding=None):
@@ -123,10 +125,11 @@ def compiled_texts(name, capacity, sharding=None):
     steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
     prefill = programs.prefill.trace(put(params), put(request))
     loop = programs.generate.trace(put(params), put(state), steps)
+    options = toy.OPTIMISED if sharding is None else None
     platforms = {} if sharding is None else {"lowering_platforms": ("tpu",)}
     return {
-        "prefill": prefill.lower(**platforms).compile().as_text(),
-        "loop": loop.lower(**platforms).compile().as_text(),
+        "prefill": prefill.lower(**platforms).compile(options).as_text(),
+        "loop": loop.lower(**platforms).compile(options).as_text(),
     }
 
 

@@ -1,13 +1,19 @@
 """Trained drafters from the outside: load, generate, stream, certify, evidence."""
 
+import dataclasses
 import functools
 import json
 import pathlib
+import shutil
+import types
 
+import helpers_tiny
 import pytest
 
 import jaxdec
+from jaxdec.drafters.mtp import check_length
 from jaxdec.io.checkpoint import CheckpointError
+from jaxdec.loaded_drafter import LoadedDrafter
 
 CASES = pathlib.Path(__file__).parent / "golden" / "cases"
 DRAFTERS = {
@@ -183,3 +189,61 @@ def test_a_model_with_native_modules_has_the_strategy():
     assert evidence.num_native_modules == 1 and evidence.proposal_mode == "chain"
     greedy = jaxdec.generate(lm, PROMPTS, **OPTIONS)
     assert [a.tokens for a in out] == [b.tokens for b in greedy]
+
+
+@pytest.mark.parametrize(
+    ("num", "told", "length"), [(1, None, 3), (2, None, 4), (3, None, 3), (2, 5, 6)]
+)
+def test_several_modules_draft_a_multiple(num, told, length):
+    drafter = LoadedDrafter(
+        family="mtp",
+        config=types.SimpleNamespace(num_native_modules=num),
+        own={},
+        name="drafter",
+        format="native MTP",
+        facts={"draft_length": told},
+    )
+    assert drafter.draft_length == length
+    check_length(num, length)
+
+
+def test_b38_a_drafter_of_another_tokenizer_is_refused(tmp_path):
+    """Equal size, two ids swapped: drafts would be noise, and nothing would show."""
+    lm = jaxdec.load(helpers_tiny.write_model(tmp_path / "target"), dtype="float32")
+    folder = tmp_path / "drafter"
+    shutil.copytree(CASES / DRAFTERS["eagle3"], folder)
+    tokenizer = json.loads((tmp_path / "target" / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match="different tokenizers"):
+        jaxdec.load_drafter(folder, lm)
+    shutil.copy(tmp_path / "target" / "tokenizer.json", folder)
+    with pytest.raises(CheckpointError, match="vocabulary"):  # The next thing checked.
+        jaxdec.load_drafter(folder, lm)
+
+
+def test_a_mixture_keeps_its_parts_apart():
+    lm, spark, _ = loaded("dspark")
+    parts = [jaxdec.lookup(6, min_ngram=4), jaxdec.lookup(6, min_ngram=2)]
+    parts.append(jaxdec.dspark(spark, threshold=0.3))
+    mixed = jaxdec.first_of(*parts)
+    facts = mixed.facts(lm)
+    assert facts["sources"] == ("lookup", "lookup 2", "dspark")
+    assert set(facts["pairing"]) == set(facts["sources"])
+    assert facts["has_confidence"] == (False, False, True)
+    # What limits a part keeps its use: forwards as wide as the drafts that are left.
+    assert mixed.widths == (0, 2, 5, 6) and mixed.length == 6
+    assert jaxdec.first_of(*parts[:2]).widths == ()
+    drafter, _ = mixed.build(lm, None, 2)
+    assert drafter.sources == facts["sources"]
+
+
+def test_why_a_name_is_missing_is_said():
+    lm, _, _ = loaded("eagle3")
+    poor = dataclasses.replace(
+        lm, strategies={}, notes={"mtp": "of a kind"}, mesh=None, programs={}
+    )
+    for name in ("mtp", "mtp_tree", "first_of"):
+        with pytest.raises(ValueError, match="of a kind"):
+            jaxdec.generate(poor, [[1, 2]], strategy=name, max_new_tokens=1)

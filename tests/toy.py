@@ -40,6 +40,8 @@ CAPACITY = 256
 CHUNK = 16
 SLOTS = 64
 BUFFER = 24
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+"""Compiler options: what XLA does unless told otherwise; see conftest.py."""
 K = 8
 """Draft tokens a step; `max_draft` lowers it without another program."""
 FAST = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}

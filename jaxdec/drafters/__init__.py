@@ -8,12 +8,11 @@ rule judges. The classics are pairs of the two.
     prompt lookup              lookup        match
     speculative sampling       draft_model   rejection, or match with shared noise
     early-exit drafting        draft_model over the target's first layers
-    multi-token prediction     mtp           either
-    EAGLE, chain               eagle         either
-    EAGLE-2/3, dynamic tree    recurrent_tree over an EAGLE or MTP network, match
-    P-EAGLE                    eagle         either
-    DFlash                     dflash        match (released: point masses), or either
-    DSpark                     dspark        rejection (released), or match
+    multi-token prediction     mtp           match or rejection
+    EAGLE, chain; P-EAGLE      eagle         match or rejection
+    EAGLE-2, dynamic tree      recurrent_tree over a network of EAGLE or MTP; match
+    DFlash                     dflash        match (as released, greedy), or rejection
+    DSpark                     dspark        rejection, or match with shared noise
     mixtures                   first_of      match
 
 `extend` learns what a step (or a prefill chunk) made permanent, as a `Commit` that

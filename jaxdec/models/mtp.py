@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 from jaxdec.cache import KVCache, init_kv_cache
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import prefers_out_first
-from jaxdec.models.layers import Block, Held, Linear, Norm, matmul
+from jaxdec.models.layers import Block, Held, Linear, Norm, matmul, take_rows
 from jaxdec.models.rope import rotation
 from jaxdec.models.weights import TensorReader, block_params, block_shapes
 from jaxdec.types import DrafterParams, Params
@@ -247,7 +247,7 @@ def make_mtp(
     def embed(params: DrafterParams, tokens):
         table = params.own if config.own_embedding else params.shared
         table = table["embedding"]
-        x = jnp.take(table, tokens, axis=0, mode="clip").astype(jnp.float32)
+        x = take_rows(table, tokens)
         if block.embedding_scale == 1.0:
             return x
         scale = jnp.asarray(block.embedding_scale, table.dtype)

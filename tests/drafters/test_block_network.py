@@ -13,8 +13,12 @@ from block_toys import CONFIGS, LAYERS, block_config
 from helpers_sampling import make_sequences
 
 from jaxdec.drafters.dflash import BlockState, can_draft, dflash
-from jaxdec.drafters.dspark import block_drafter, dspark
+from jaxdec.drafters.dspark import block_drafter, dspark, markov_start
 from jaxdec.models.block import make_block_net
+from jaxdec.models.block_weights import (
+    block_params_from_tensors,
+    expected_block_tensors,
+)
 from jaxdec.types import Commit, DrafterParams
 
 MIXED = CONFIGS["dspark_rnn"]
@@ -184,3 +188,40 @@ def test_nothing_to_draft_from():
     rows = make_sequences([[1], [1, 2], [1], [1]], 1)
     rows = rows.replace(length=state.cache.length + 1)
     assert can_draft(net, state, rows).tolist() == [False, True, True, False]
+
+
+def test_a_recurrent_head_has_seen_the_anchor():
+    """7.2.2 by hand: in the 1 + N layout the anchor's own row turns the state first."""
+    size, rank, config = LAYERS.hidden_size, MIXED.markov_rank, MIXED
+    rng = np.random.default_rng(0)
+    shapes = expected_block_tensors(config)
+    tensors = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    tensors["d2t"] = np.zeros(config.draft_vocab_size, int)
+    params = DrafterParams(own=block_params_from_tensors(config, tensors), shared=None)
+    rows = rng.normal(size=(1, config.block_size, size)).astype(np.float32)
+    anchor, later = 7, [3, 90, 12]
+
+    def bias(params, rows):
+        start = markov_start(net, params, rows, jnp.asarray([anchor]))
+        previous = jnp.asarray([[anchor, *later]])
+        return net.markov(params).unrolled(start, previous, rows[:, 1:])
+
+    net = make_block_net(config)
+    got = fast(bias)(params, jnp.asarray(rows))[0]
+    w1, w2, joint, shift = (
+        tensors[f"markov_head.{name}"]
+        for name in (
+            "markov_w1.weight",
+            "markov_w2.weight",
+            "joint_proj.weight",
+            "joint_proj.bias",
+        )
+    )
+    state, want = np.zeros(rank), []
+    for row, previous in zip(rows[0], [anchor, anchor, *later], strict=True):
+        z = joint @ np.concatenate([state, w1[previous], row]) + shift
+        gate, candidate, out = np.split(z, 3)
+        gate = 1 / (1 + np.exp(-gate))
+        state = gate * state + (1 - gate) * np.tanh(candidate)
+        want.append(w2 @ np.tanh(out))
+    np.testing.assert_allclose(got, want[1:], atol=1e-4)

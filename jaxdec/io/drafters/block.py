@@ -282,8 +282,9 @@ def _facts(config: BlockConfig, found: Described, overrides) -> dict[str, Any]:
         "head": owner(config.own_head),
         "markov_head": head if head == "none" else f"{head}, rank {config.markov_rank}",
         "confidence_head": sees[config.confidence],
-        "proposal": "likeliest tokens at temperature 0; else sampled, with the "
-        "target's noise under the rule match (z-lab's own code drafts greedily)",
+        "proposal": "the likeliest tokens at temperature 0; else sampled, with the "
+        "target's noise under the rule match"
+        + (" (z-lab's own code drafts greedily)" if "z-lab" in found.format else ""),
         "choices": dict(found.choices),
         "overrides": {name: overrides[name] for name in sorted(overrides)},
     }

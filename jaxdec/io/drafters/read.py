@@ -43,6 +43,7 @@ class StoredDrafter:
     format: str
     """Who writes such files, in words."""
     source: str
+    folder: Path
     content_hash: str
 
 
@@ -98,6 +99,7 @@ def open_drafter(name: str | Path, progress: Progress | None = None) -> StoredDr
         family=family,
         format=kind,
         source=str(name),
+        folder=folder,
         content_hash=content_hash,
     )
 

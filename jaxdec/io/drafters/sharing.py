@@ -4,6 +4,7 @@ Published files often hold copies of them, and some leave them out.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -34,9 +35,8 @@ def share_with_target(
         params: the target's arrays (see `jaxdec.models.decoder`).
     """
     tensors = dict(checkpoint.tensors)
-    tables = {"embedding": np.asarray(params["embedding"])}
     head = params["head"]["weight"] if "head" in params else params["embedding"]
-    tables["head"] = np.asarray(head)
+    tables = {"embedding": params["embedding"], "head": head}
     owned = {}
     for part, table in tables.items():
         names = [name for name in _NAMES[part] if name in tensors]
@@ -46,7 +46,8 @@ def share_with_target(
         if part == "head" and not names and "d2t" in tensors:
             offsets = np.asarray(tensors["d2t"])
             names = [_NAMES[part][0]]
-            tensors[names[0]] = table[np.arange(len(offsets)) + offsets]
+            rows = np.arange(len(offsets)) + offsets
+            tensors[names[0]] = np.asarray(table)[rows]
         owned[part] = any(name in tensors for name in names)
     config = dataclasses.replace(
         checkpoint.config, own_embedding=owned["embedding"], own_head=owned["head"]
@@ -55,8 +56,9 @@ def share_with_target(
     return dataclasses.replace(checkpoint, config=config, tensors=tensors, facts=facts)
 
 
-def _is_copy(tensor: np.ndarray, table: np.ndarray) -> bool:
+def _is_copy(tensor: np.ndarray, table: Any) -> bool:
     """Whether it is the table, in the number format of the latter."""
     if tensor.shape != table.shape:
         return False
-    return np.array_equal(tensor.astype(table.dtype), table)
+    # Only now does the table leave its device, where it may be large.
+    return np.array_equal(tensor.astype(table.dtype), np.asarray(table))
