@@ -56,10 +56,33 @@ def pytest_configure(config):
     )
 
 
+SLOW = (
+    "tests/drafters/",
+    "test_mesh.py",
+    "test_trained.py::test_every_name_gives_plain_decoding[0.7",
+    "test_trained.py::test_a_certificate_of_a_tree",
+    "test_trained.py::test_evidence_of_a_confidence",
+    "test_trained.py::test_a_stream_says_the_same",
+    "test_cli.py::test_capital_of_france",
+    "test_certify.py::test_wrong_rules_break_the_law[no residual]",
+    "test_certify.py::test_wrong_rules_break_the_law[draft again]",
+    "test_compare.py::test_advice_ranks_only_what_is_certified",
+    "test_cache.py::test_decoding_across_a_block[239]",
+    "test_attention.py::test_beside_the_cache_equals_in_the_cache[256-3]",
+    "test_attacks.py::test_certify_names_a_tie_of_one_ulp[10]",
+    "test_compiled.py::test_tpu_program_stays_on_the_chip[lookup]",
+    "test_compiled.py::test_tpu_program_stays_on_the_chip[rejection]",
+)
+"""What takes longest: ``-m slow`` runs it. Of drafters the golden cases stay, which
+drive the same functions round by round and through the engine."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Keeps a file together: its tests share what they have compiled."""
     for item in items:
+        if any(name in item.nodeid for name in SLOW):
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
