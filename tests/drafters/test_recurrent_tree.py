@@ -12,6 +12,7 @@ import toy
 from jaxdec import acceptance, decoding, drafting, sampling
 from jaxdec.drafters.eagle import eagle, recurrent_net
 from jaxdec.drafters.recurrent_tree import (
+    Candidates,
     best_nodes,
     grow,
     most_nodes,
@@ -167,40 +168,44 @@ def test_growth_equals_a_slow_walk():
         assert set(grown.tokens[row].tolist()) <= known
 
 
-@pytest.mark.parametrize("depth", [1, DEPTH])
-def test_a_tree_of_width_one_is_the_chain(depth):
+def no_repeats(tokens, length, logits):
+    """A caller's own rule: neither of the last two tokens again."""
+    last = tokens[length - 1], tokens[length - 2]
+    return logits.at[jnp.stack(last)].set(-jnp.inf)
+
+
+@pytest.mark.parametrize(("depth", "rule"), [(1, None), (DEPTH, no_repeats)])
+def test_a_tree_of_width_one_is_the_chain(depth, rule):
     """B31: token for token, whatever is asked for."""
     num = 8
     sequences, state = asking(num), extended(num)
     _, _, params = eagle_toys.methods()["eagle3"]
     net = recurrent_net(eagle_toys.EAGLE_3)
-    chain = eagle(eagle_toys.EAGLE_3, length=DEPTH)
-    tree = recurrent_tree(net, nodes=depth, depth=depth, width=1)
+    chain = eagle(eagle_toys.EAGLE_3, length=DEPTH, processor=rule)
+    tree = recurrent_tree(net, nodes=depth, depth=depth, width=1, processor=rule)
     assert (tree.max_length, tree.max_depth, tree.taps) == (depth, depth, chain.taps)
     _, expected = jit(chain.propose)(params, state, sequences)
     _, draft = jit(tree.propose)(params, state, sequences)
     np.testing.assert_array_equal(draft.tokens, expected.tokens[:, :depth])
     np.testing.assert_array_equal(draft.parents, np.tile(np.arange(depth), (num, 1)))
     np.testing.assert_array_equal(draft.length, np.full(num, depth))
+    if rule is not None:
+        said = np.concatenate([sequences.anchor[:, None], draft.tokens], axis=1)
+        for back in (1, 2):
+            assert np.all(said[:, back:] != said[:, :-back])
 
 
 def test_equal_scores_keep_parents_and_the_earlier():
     """Certain children are worth as much as their parents; a tie must not orphan."""
     tokens = jnp.arange(12, dtype=jnp.int32)[None]
     parents = jnp.asarray([[0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]], jnp.int32)
-    scores = jnp.asarray([[-1.0] * 12], jnp.float32)
-    grown = _candidates(tokens, parents, scores)
-    kept, links, _ = best_nodes(grown, 5)
-    assert kept.tolist() == [[0, 1, 2, 3, 4]] and links.tolist() == [[0, 0, 0, 1, 1]]
-    worst = scores.at[0, :3].set(-jnp.inf).at[0, 3:].set(-jnp.inf)
-    kept, links, _ = best_nodes(_candidates(tokens, parents, worst), 4)
-    assert kept.tolist() == [[0, 1, 2, 3]] and links.tolist() == [[0, 0, 0, 1]]
-
-
-def _candidates(tokens, parents, scores):
-    from jaxdec.drafters.recurrent_tree import Candidates
-
-    return Candidates(tokens=tokens, parents=parents, scores=scores)
+    best = jit(lambda grown: best_nodes(grown, 5))
+    for score in (-1.0, -np.inf):
+        scores = jnp.full((1, 12), score, jnp.float32)
+        grown = Candidates(tokens=tokens, parents=parents, scores=scores)
+        kept, links, _ = best(grown)
+        assert kept.tolist() == [[0, 1, 2, 3, 4]]
+        assert links.tolist() == [[0, 0, 0, 1, 1]]
 
 
 # ---- Growth towards what will be sampled ---------------------------------------------

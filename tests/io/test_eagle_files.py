@@ -338,6 +338,10 @@ def test_pairing_with_the_target():
         read_eagle(values, tensors, wider)
     with pytest.raises(CheckpointError, match="no embedding of its own"):
         read_eagle(values | {"target_hidden_size": 48}, tensors, wider)
+    tensors["fc.weight"] = np.ones((32, 3 * 48), np.float32)
+    tensors["embed_tokens.weight"] = np.ones((160, 32), np.float32)
+    found = read_eagle(values | {"target_hidden_size": 48}, tensors, wider)
+    assert found.config.target_hidden_size == 48
     deeper = {"num_target_layers": 12}
     refused("num_target_layers is 12", "deepspec_eagle3", change=deeper)
 
