@@ -90,15 +90,19 @@ def _draw(net, params, sequences, rows, hidden, coupled, processor):
     batch, num, _ = hidden.shape
     anchor = sequences.anchor
 
-    def place(carry, xs):
+    prepared = head.prepare(hidden)
+
+    def place(carry, node):
         context, previous, state = carry
-        node, own, prepared = xs
-        state, code = head.code(state, previous, prepared)
+        own, given = (
+            jax.lax.dynamic_slice_in_dim(x, node, 1, axis=1) for x in (logits, prepared)
+        )
+        state, code = head.code(state, previous, given[:, 0])
         tokens, log_probs = drafting.sample(
             vocabulary,
             sequences,
             sampling.chain_nodes(context, node),
-            (own + head.out(code))[:, None],
+            own + head.out(code)[:, None],
             **options,
         )
         context = jax.lax.dynamic_update_slice_in_dim(context, tokens, node + 1, axis=1)
@@ -106,11 +110,9 @@ def _draw(net, params, sequences, rows, hidden, coupled, processor):
 
     unknown = jnp.zeros((batch, num), jnp.int32)
     context = jnp.concatenate([anchor[:, None], unknown], axis=1)
-    state = markov_start(net, params, rows, anchor)
+    carry = (context, anchor, markov_start(net, params, rows, anchor))
     nodes = jnp.arange(num, dtype=jnp.int32)
-    prepared = jnp.moveaxis(head.prepare(hidden), 1, 0)
-    xs = (nodes, jnp.moveaxis(logits, 1, 0), prepared)
-    (context, _, _), log_probs = jax.lax.scan(place, (context, anchor, state), xs)
+    (context, _, _), log_probs = jax.lax.scan(place, carry, nodes)
     if log_probs is not None:
         log_probs = jnp.moveaxis(log_probs[:, :, 0], 0, 1)
     return context[:, 1:], log_probs
