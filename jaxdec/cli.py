@@ -149,6 +149,8 @@ def generate(
     from jaxdec import measure, strategies
 
     strategies.check_name(strategy)
+    if strategy in strategies.BY_NAME:  # Before the model is loaded.
+        strategies.resolve(strategy, draft_length)
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,

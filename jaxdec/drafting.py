@@ -8,6 +8,7 @@ whichever vocabulary it is drawn from.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,56 @@ def adjust(
     return jax.lax.cond(is_needed, adjusted, lambda: logits)
 
 
+def choose(
+    choose_fn: Callable[[Float[Array, "B T W"]], Any],
+    vocabulary: Vocabulary | None,
+    sequences: Sequences,
+    nodes: Nodes,
+    logits: Float[Array, "B T W"],
+    *,
+    noise_at: Nodes | None,
+    processor: LogitsProcessor | None = None,
+) -> Any:
+    """What `choose_fn` takes of what a drafter compares under the rule `match`.
+
+    That is its logits, adjusted and tempered, plus the noise of the target at their
+    positions. No filters: they can only remove agreement. A drafter with the target's
+    logits is then always right, unless the target filters.
+
+    Where a request asks for none of this the bare logits are compared, in a branch of
+    its own: one that returned them would copy them.
+
+    Args:
+        choose_fn: ``scores -> pytree``, for example the index of the largest.
+        vocabulary: of the logits; None is all of the target's.
+        sequences: committed tokens and sampling parameters.
+        nodes: the context of each row of logits.
+        logits: the drafter's.
+        noise_at: the nodes whose positions' noise is added, or one for all; None is no
+            noise and no temperature.
+        processor: custom processor.
+    """
+    sampling_params = sequences.sampling
+    is_noisy = jnp.bool_(False)
+    if noise_at is not None:
+        is_noisy = jnp.any(sampling_params.temperature > 0)
+
+    def full():
+        scores = adjust(vocabulary, sequences, nodes, logits, processor)
+        if noise_at is not None:
+            scores = jax.lax.cond(
+                is_noisy,
+                lambda: sampling.perturbed(sequences, noise_at, scores, vocabulary),
+                lambda: scores,
+            )
+        return choose_fn(scores)
+
+    if processor is not None:
+        return full()
+    is_full = is_noisy | sampling.needs_adjustment(sampling_params)
+    return jax.lax.cond(is_full, full, lambda: choose_fn(logits))
+
+
 def sample(
     vocabulary: Vocabulary | None,
     sequences: Sequences,
@@ -60,32 +111,36 @@ def sample(
     coupled: bool,
     processor: LogitsProcessor | None = None,
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
-    """`sampling.draft_sample` for logits over a smaller vocabulary.
+    """A drafter's own sample after every node. Greedy rows take the largest logit.
+
+    Args:
+        vocabulary: of the logits; None is all of the target's.
+        sequences: committed tokens and sampling parameters.
+        nodes: the nodes to draft from.
+        logits: the drafter's, after each node.
+        coupled: True for the rule `match`, see `choose`; False for `rejection`, see
+            `jaxdec.sampling.independent_sample`.
+        processor: custom processor, as in `jaxdec.sampling.judge`.
 
     Returns:
         Tokens of the target; and, if not coupled, the distribution over its vocabulary
         that they were drawn from.
     """
-    if vocabulary is None or not coupled:
-        return sampling.draft_sample(
-            sequences,
-            nodes,
-            widen(vocabulary, logits),
-            coupled=coupled,
-            processor=processor,
-        )
-    adjusted = adjust(vocabulary, sequences, nodes, logits, processor)
-
-    def draw():
-        scores = sampling.perturbed(sequences, nodes, adjusted, vocabulary)
-        return sampling.first_max(scores)[0]
-
-    index = jax.lax.cond(
-        jnp.any(sequences.sampling.temperature > 0),
-        draw,
-        lambda: sampling.first_max(adjusted)[0],
+    if not coupled:
+        wide = widen(vocabulary, logits)
+        return sampling.independent_sample(sequences, nodes, wide, processor)
+    index = choose(
+        lambda scores: sampling.first_max(scores)[0],
+        vocabulary,
+        sequences,
+        nodes,
+        logits,
+        noise_at=nodes,
+        processor=processor,
     )
-    return jnp.take(vocabulary.target_ids, index, mode="clip"), None
+    if vocabulary is not None:
+        index = jnp.take(vocabulary.target_ids, index, mode="clip")
+    return index, None
 
 
 def sample_block(
@@ -101,77 +156,41 @@ def sample_block(
     At once, unless a penalty, a ban or a processor looks at the tokens before: then one
     after another, each in the context of those drawn.
     """
-    options = dict(coupled=coupled, processor=processor)
-
-    def in_order():
-        return sample_in_order(vocabulary, sequences, logits, **options)
-
-    def together():
-        batch, num, _ = logits.shape
-        unknown = jnp.zeros((batch, num - 1), jnp.int32)
-        context = jnp.concatenate([sequences.anchor[:, None], unknown], axis=1)
-        nodes = sampling.chain_nodes(context)
-        return sample(vocabulary, sequences, nodes, logits, **options)
-
-    if processor is not None:
-        return in_order()
-    is_needed = sampling.needs_adjustment(sequences.sampling)
-    return jax.lax.cond(is_needed, in_order, together)
-
-
-def sample_in_order(
-    vocabulary: Vocabulary | None,
-    sequences: Sequences,
-    logits: Float[Array, "B K W"],
-    *,
-    coupled: bool,
-    processor: LogitsProcessor | None = None,
-    bias: Callable | None = None,
-    start: Float[Array, "B s"] | None = None,
-    inputs: Float[Array, "B K p"] | None = None,
-) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None]:
-    """Samples K tokens from left to right, each in the context of those before it.
-
-    Args:
-        vocabulary: of the logits; None is all of the target's.
-        sequences: committed tokens and sampling parameters.
-        logits: of every place.
-        coupled: see `jaxdec.sampling.draft_sample`.
-        processor: custom processor.
-        bias: ``(state, previous[B], inputs[B, p]) -> (state, bias[B, W])``, which is
-            added to the logits of a place; None for none.
-        start: the state before the first place.
-        inputs: what `bias` reads of each place.
-
-    Returns:
-        Tokens of the target's vocabulary; and, if not coupled, their distributions.
-    """
     batch, num, _ = logits.shape
-    anchor = sequences.anchor
-    context = jnp.concatenate([anchor[:, None], jnp.zeros((batch, num), jnp.int32)], 1)
+    anchor = sequences.anchor[:, None]
+    unknown = jnp.zeros((batch, num), jnp.int32)
 
-    def place(carry, xs):
-        context, previous, state = carry
-        node, own, given = xs
-        if bias is not None:
-            state, added = bias(state, previous, given)
-            own = own + added
-        tokens, log_probs = sample(
+    def draw(context, node, logits):
+        return sample(
             vocabulary,
             sequences,
             sampling.chain_nodes(context, node),
-            own[:, None],
+            logits,
             coupled=coupled,
             processor=processor,
         )
-        context = jax.lax.dynamic_update_slice_in_dim(context, tokens, node + 1, axis=1)
-        return (context, tokens[:, 0], state), log_probs
 
-    state = jnp.zeros((batch, 0), jnp.float32) if start is None else start
-    given = jnp.zeros((batch, num, 0)) if inputs is None else inputs
-    nodes = jnp.arange(num, dtype=jnp.int32)
-    xs = (nodes, jnp.moveaxis(logits, 1, 0), jnp.moveaxis(given, 1, 0))
-    (context, _, _), log_probs = jax.lax.scan(place, (context, anchor, state), xs)
-    if log_probs is not None:
-        log_probs = jnp.moveaxis(log_probs[:, :, 0], 0, 1)
-    return context[:, 1:], log_probs
+    def together():
+        context = jnp.concatenate([anchor, unknown[:, 1:]], axis=1)
+        return draw(context, None, logits)
+
+    def in_turn():
+        def step(context, node):
+            row = jax.lax.dynamic_slice_in_dim(logits, node, 1, axis=1)
+            token, log_probs = draw(context, node, row)
+            context = jax.lax.dynamic_update_slice_in_dim(
+                context, token, node + 1, axis=1
+            )
+            return context, log_probs
+
+        context = jnp.concatenate([anchor, unknown], axis=1)
+        nodes = jnp.arange(num, dtype=jnp.int32)
+        context, log_probs = jax.lax.scan(step, context, nodes)
+        if log_probs is not None:
+            log_probs = jnp.moveaxis(log_probs[:, :, 0], 0, 1)
+        return context[:, 1:], log_probs
+
+    if processor is not None:
+        return in_turn()
+    is_needed = sampling.needs_adjustment(sequences.sampling)
+    return jax.lax.cond(is_needed, in_turn, together)

@@ -88,6 +88,8 @@ class RunFacts:
     """What the drafter is, and what ties it to this target."""
     sources: tuple[str, ...] = ()
     """Names of the drafters that `draft_source` numbers."""
+    has_confidence: tuple[bool, ...] = ()
+    """Which of them estimate how likely their tokens are accepted; empty: all."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,7 +245,7 @@ def summarise(requests: Sequence[RequestEvidence], facts: RunFacts) -> Evidence:
         format_success_rate=ratio(sum(formats), len(formats)),
         distinct_outputs=statistics.distinct_outputs(tokens) if tokens else None,
         source=count_by_source([r.steps for r in requests], facts.sources),
-        calibration_error=_calibration([r.steps for r in requests]),
+        calibration_error=_calibration([r.steps for r in requests], facts),
         requests=tuple(requests),
     )
 
@@ -260,6 +262,7 @@ SAME = (
     "num_native_modules",
     "pairing",
     "sources",
+    "has_confidence",
 )
 """What runs must agree in to be merged."""
 
@@ -316,20 +319,24 @@ def merge(evidences: Sequence[Evidence]) -> Evidence:
     return summarise([r for e in evidences for r in e.requests], facts)
 
 
-def _calibration(steps: Sequence[RequestSteps]) -> float | None:
+def _calibration(steps: Sequence[RequestSteps], facts: RunFacts) -> float | None:
     """Calibration error of the confidences in these steps; None if there are none."""
+
+    def counts(source):
+        return not facts.has_confidence or facts.has_confidence[source]
+
     rows = [
         (confidence, judged, accepted)
         for s in steps
-        for confidence, judged, accepted in zip(
-            s.draft_confidence, s.num_judged, s.num_accepted, strict=True
+        for confidence, judged, accepted, source in zip(
+            s.draft_confidence,
+            s.num_judged,
+            s.num_accepted,
+            s.draft_source,
+            strict=True,
         )
-        if any(confidence)
+        if counts(source) and any(confidence)
     ]
     if not rows:
         return None
-    confidences, judged, accepted = zip(*rows, strict=True)
-    padded = np.zeros((len(rows), max(map(len, confidences))))
-    for row, values in zip(padded, confidences, strict=True):
-        row[: len(values)] = values
-    return statistics.calibration_error(padded, np.array(judged), np.array(accepted))
+    return statistics.calibration_error(*zip(*rows, strict=True))

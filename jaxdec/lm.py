@@ -20,7 +20,7 @@ from jaxdec.io.checkpoint import (
     config_from_json,
     config_to_json,
 )
-from jaxdec.io.orbax import load_params, save_params
+from jaxdec.io.orbax import load_metadata, load_params, save_params
 from jaxdec.io.tokenizer import Tokenizer
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import abstract_params
@@ -103,6 +103,7 @@ class LM:
             "dtype": self.dtype,
             "stop_tokens": list(self.stop_tokens),
             "content_hash": self.content_hash,
+            "has_mtp": "mtp" in self.strategies,
         }
         save_params(folder, self.params, facts)
         if self.tokenizer is not None:
@@ -173,7 +174,7 @@ def load(
 
 def _restore(folder: Path, dtype: str, cache_dtype: str, mesh: Mesh | None) -> LM:
     """A model that `LM.save` wrote; its arrays are taken as they are."""
-    _, facts = load_params(folder)
+    facts = load_metadata(folder)
     if "config" not in facts:
         raise CheckpointError(
             f"{folder} holds arrays but no model; pass a folder that LM.save wrote"
@@ -185,6 +186,7 @@ def _restore(folder: Path, dtype: str, cache_dtype: str, mesh: Mesh | None) -> L
         )
     config = config_from_json(facts["config"])
     params, _ = load_params(folder, abstract_params(config, dtype))
+    notes = {"mtp": "LM.save does not keep MTP modules; load the original"}
     has_tokenizer = (folder / "tokenizer.json").exists()
     return LM(
         config=config,
@@ -195,5 +197,6 @@ def _restore(folder: Path, dtype: str, cache_dtype: str, mesh: Mesh | None) -> L
         dtype=dtype,
         cache_dtype=cache_dtype,
         name=str(folder),
+        notes=notes if facts.get("has_mtp") else {},
         content_hash=facts["content_hash"],
     )

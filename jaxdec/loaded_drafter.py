@@ -15,14 +15,17 @@ from jaxdec.drafters.eagle import eagle, recurrent_net
 from jaxdec.drafters.mtp import mtp
 from jaxdec.drafters.mtp import recurrent_net as mtp_recurrent_net
 from jaxdec.drafters.recurrent_tree import recurrent_tree
+from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.mtp import read_native
 from jaxdec.io.drafters.read import open_drafter, read_drafter
+from jaxdec.io.drafters.sharing import share_with_target
+from jaxdec.io.tokenizer import Tokenizer
 from jaxdec.models.block import make_block_net
 from jaxdec.models.block_weights import block_params_from_tensors
 from jaxdec.models.eagle_weights import eagle_params_from_tensors
 from jaxdec.models.mtp import make_mtp, mtp_params_from_tensors
-from jaxdec.models.sharing import share_with_target
+from jaxdec.models.sharding import replicated
 from jaxdec.types import Drafter, DrafterParams, LogitsProcessor, Params
 
 _PARAMS = {
@@ -92,7 +95,9 @@ class LoadedDrafter:
             return self.config.max_length
         if self.family == "eagle":
             return self.config.draft_length
-        return max(self.config.num_native_modules, 3)
+        # As many as in training, or three; several modules draft in turn.
+        num = self.config.num_native_modules
+        return -(-(self.facts.get("draft_length") or 3) // num) * num
 
     @property
     def num_native_modules(self) -> int:
@@ -204,8 +209,21 @@ def load_drafter(
             or does not fit the target.
     """
     stored = open_drafter(name, progress)
+    _check_tokenizer(stored.folder, lm)
     checkpoint = read_drafter(stored, lm.config, overrides)
     return from_checkpoint(checkpoint, lm, str(name), stored.content_hash)
+
+
+def _check_tokenizer(folder: Path, lm: Any) -> None:
+    """Raises CheckpointError if the drafter was trained on other tokens."""
+    if lm.tokenizer is None or not (folder / "tokenizer.json").exists():
+        return
+    difference = lm.tokenizer.compatible(Tokenizer.from_folder(folder))
+    if difference is not None:
+        raise CheckpointError(
+            f"drafter and target have different tokenizers: {difference}; load the "
+            "target that the drafter was trained for"
+        )
 
 
 def native_drafter(lm: Any, found: Any, **overrides: Any) -> LoadedDrafter | None:
@@ -228,14 +246,13 @@ def native_drafter(lm: Any, found: Any, **overrides: Any) -> LoadedDrafter | Non
 def from_checkpoint(
     checkpoint: DrafterCheckpoint, lm: Any, name: str, content_hash: str
 ) -> LoadedDrafter:
-    """Puts a drafter's own tensors on the device, in the target's dtype."""
-    make = _PARAMS[checkpoint.family]
-    own = make(checkpoint.config, checkpoint.tensors, lm.dtype)
-    config, params = share_with_target(checkpoint.config, own, lm.params)
+    """Puts a drafter's own tensors where the target is, in its dtype."""
+    checkpoint = share_with_target(checkpoint, lm.params)
+    own = _PARAMS[checkpoint.family](checkpoint.config, checkpoint.tensors, lm.dtype)
     return LoadedDrafter(
         family=checkpoint.family,
-        config=config,
-        own=params.own,
+        config=checkpoint.config,
+        own=own if lm.mesh is None else replicated(own, lm.mesh),
         name=name,
         format=checkpoint.format,
         facts=checkpoint.facts,

@@ -116,9 +116,9 @@ def _device_name(device: Any) -> str:
 
 def hashes(lm: Any, config: Any) -> dict[str, str]:
     """Of the target's weights, the drafter's, and the tokenizer."""
-    found = {"target": lm.content_hash, "drafter": "no weights of its own"}
-    if config.draft is not None:
-        found["drafter"] = config.draft.content_hash
+    own = [c.draft.content_hash for c in config.members if c.draft is not None]
+    found = {"target": lm.content_hash}
+    found["drafter"] = ", ".join(own) or "no weights of its own"
     if lm.tokenizer is not None:
         found["tokenizer"] = lm.tokenizer.fingerprint()
     return found
@@ -185,6 +185,21 @@ def step_parts(lm: Any, program: Program) -> tuple[Body, Body, Body, Body, Body]
     model = target_model(lm, key, drafter.taps)
     num = program.strategy.max_length
     shape = (key.batch_size, num + 1)
+    depth = num if drafter.max_depth is None else drafter.max_depth
+    parents = None
+    if drafter.max_depth is not None:
+        # A tree of that depth, all levels alike.
+        level = -(-num // depth)
+        parents = jnp.maximum(jnp.arange(1 - level, num + 1 - level), 0)
+        parents = jnp.broadcast_to(parents.astype(jnp.int32), (shape[0], num))
+
+    def nodes_of(sequences):
+        draft = Draft(
+            tokens=jax.lax.dynamic_slice_in_dim(sequences.tokens, 1, num, axis=1),
+            parents=parents,
+            length=jnp.full((shape[0],), num, jnp.int32),
+        )
+        return sampling.draft_nodes(sequences.tokens[:, 0], draft)
 
     def step(params, state):
         # A row that stays as long as it is can be stepped as often as one likes.
@@ -200,11 +215,11 @@ def step_parts(lm: Any, program: Program) -> tuple[Body, Body, Body, Body, Body]
 
     def forward(params, state):
         sequences = state.sequences
-        tokens = jax.lax.dynamic_slice_in_dim(sequences.tokens, 0, num + 1, axis=1)
-        offset = jnp.arange(num + 1, dtype=jnp.int32)[None]
-        position = (sequences.length - 1)[:, None] + offset
+        nodes = nodes_of(sequences)
+        position = (sequences.length - 1)[:, None] + nodes.depth
+        mask = None if parents is None else nodes.ancestors
         cache, output = model.forward(
-            params.target, state.cache, tokens, position, None
+            params.target, state.cache, nodes.tokens, position, mask
         )
         # The engine reads logits by their maximum, at least; so the head counts.
         found = jnp.sum(sampling.first_max(output.logits)[0])
@@ -218,23 +233,26 @@ def step_parts(lm: Any, program: Program) -> tuple[Body, Body, Body, Body, Body]
         return state.replace(sequences=sequences, drafter=drafter_state)
 
     def extend(params, state):
+        # Nothing is committed, so that the next round finds the same state; but XLA
+        # must not know, nor that every round does the same.
+        sequences = state.sequences
+        zero = jnp.minimum(sequences.tokens[:, 0], 0)
+        rows = (shape[0], depth + 1)
         commit = Commit(
-            tokens=jnp.zeros((shape[0], shape[1] + 1), jnp.int32)
-            + state.sequences.tokens[:, :1],
-            features=jnp.zeros((*shape, model.num_features), jnp.float32),
-            length=jnp.zeros((shape[0],), jnp.int32),
+            tokens=jnp.broadcast_to(zero[:, None], (rows[0], rows[1] + 1)),
+            features=jnp.zeros((*rows, model.num_features), jnp.float32)
+            + zero[:, None, None].astype(jnp.float32),
+            length=zero,
         )
         drafter_state = drafter.extend(params.drafter, state.drafter, commit)
-        return state.replace(drafter=drafter_state)
+        return state.replace(
+            sequences=_touched(sequences, _broken(drafter_state)), drafter=drafter_state
+        )
 
     def judge(params, state):
         del params
         sequences = state.sequences
-        draft = Draft(
-            tokens=jax.lax.dynamic_slice_in_dim(sequences.tokens, 1, num, axis=1),
-            length=jnp.full((shape[0],), num, jnp.int32),
-        )
-        nodes = sampling.draft_nodes(sequences.tokens[:, 0], draft)
+        nodes = nodes_of(sequences)
         logits = jnp.zeros((*shape, model.vocab_size), jnp.float32)
         logits = logits + sequences.tokens[:, :1, None].astype(jnp.float32)
         judgement = sampling.judge(sequences, nodes, logits, processor=key.processor)
@@ -251,6 +269,15 @@ def _rewound(after: DecodeState, before: DecodeState) -> Any:
         return old if jnp.issubdtype(new.dtype, jnp.integer) else new
 
     return jax.tree.map(pick, after.drafter, before.drafter)
+
+
+def _broken(tree: Any) -> Any:
+    """-2 if the first entry of some array is NaN, which it is not; XLA cannot know."""
+    found = jnp.bool_(False)
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            found = found | jnp.isnan(leaf[(0,) * leaf.ndim])
+    return jnp.where(found, jnp.int32(-2), jnp.int32(0))
 
 
 def _touched(sequences, value):
@@ -347,11 +374,12 @@ def _options(call: Any) -> dict[str, Any]:
     config = {
         field.name: getattr(call.config, field.name)
         for field in dataclasses.fields(call.config)
-        if field.name not in ("name", "draft", "length")
+        if field.name not in ("name", "draft", "length", "parts")
     }
     return {
         **{name: _plain(value) for name, value in call.sampling.items()},
-        **config,
+        **{name: _plain(value) for name, value in config.items()},
+        **_parts(call.config),
         "strategy": call.config.name,
         "draft_length": call.config.length,
         "exact_width": call.key.exact_width,
@@ -369,8 +397,17 @@ def _one_or_all(values: Sequence[Any]) -> Any:
     return values[0] if len(set(values)) == 1 else values
 
 
+def _parts(config: Any) -> dict[str, Any]:
+    """Name and draft length of each of several strategies in one."""
+    if config.members == (config,):
+        return {}
+    return {"parts": [[part.name, part.length] for part in config.members]}
+
+
 def _plain(value: Any) -> Any:
     """A sampling option as a JSON value; a bias of -inf is a ban."""
+    if dataclasses.is_dataclass(value):
+        return dataclasses.asdict(value)
     if isinstance(value, Mapping):
         return {str(k): "ban" if v == -np.inf else float(v) for k, v in value.items()}
     if isinstance(value, np.ndarray | np.generic | jax.Array):

@@ -56,7 +56,7 @@ def measure_classes(params: Params, dtype: str) -> tuple[tuple[int, ...], ...]:
     layer = params["layers"][0]
     out_first = prefers_out_first(dtype)
     mlp = layer["mlp"]
-    # Experts multiply blocks of a fixed number of rows, however many there are.
+    # Experts multiply blocks of rows, of one size for all forwards of a few tokens.
     inner = [mlp["router"]] if "router" in mlp else [mlp["up"], mlp["down"]]
     weights = [
         (part["weight"], out_first)

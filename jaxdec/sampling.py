@@ -45,10 +45,10 @@ __all__ = [
     "adjust",
     "chain_nodes",
     "draft_nodes",
-    "draft_sample",
     "first_max",
     "gumbel",
     "gumbel_from_bits",
+    "independent_sample",
     "judge",
     "log_probs",
     "make_sampling_params",
@@ -182,41 +182,30 @@ def judge(
     return Judgement(tokens=tokens, is_finite=is_finite, log_probs=probs)
 
 
-def draft_sample(
+def independent_sample(
     sequences: Sequences,
     nodes: Nodes,
     logits: Float[Array, "B T V"],
-    *,
-    coupled: bool,
     processor: LogitsProcessor | None = None,
-) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
-    """A drafter's own sample after every node. Greedy rows take the largest logit.
+) -> tuple[Int[Array, "B T"], Float[Array, "B T V"]]:
+    """A drafter's own sample after every node, for the rule `rejection`.
 
-    For drafters with a vocabulary of their own see `jaxdec.drafting`.
+    With noise of its own and all filters; greedy rows take the largest logit. For the
+    rule `match` see `jaxdec.drafting`.
 
     Args:
         sequences: The committed tokens, keys and sampling parameters.
         nodes: The T nodes to draft from.
         logits: The drafter's logits after each node.
-        coupled: True for the rule `match`: the noise of the target at that position,
-            no filters (a filter can only remove agreement). A drafter with the target's
-            logits is then always right, unless the target filters. False for the rule
-            `rejection`: independent noise, all filters.
         processor: The caller's own processor, as in `judge`.
 
     Returns:
-        Tokens; and, if not coupled, the very distribution they were drawn from.
+        Tokens; and the very distribution they were drawn from.
     """
     sampling = sequences.sampling
     adjusted = adjust(sequences, nodes, logits, processor)
     greedy, peak = first_max(adjusted)
     vocab_size = adjusted.shape[-1]
-    is_sampled = _is_sampled(sampling)[:, None]
-
-    def draw_coupled():
-        unnormalised = -_distance(sampling, adjusted)
-        noise = _node_noise(sequences, nodes, vocab_size, TARGET)
-        return jnp.where(is_sampled, first_max(unnormalised + noise)[0], greedy)
 
     def draw():
         unnormalised = _filtered(sampling, adjusted)
@@ -224,10 +213,10 @@ def draft_sample(
         noise = _node_noise(sequences, nodes, vocab_size, DRAFT)
         return first_max(probs + noise)[0], probs
 
-    if coupled:
-        return lax.cond(jnp.any(is_sampled), draw_coupled, lambda: greedy), None
     return lax.cond(
-        jnp.any(is_sampled), draw, lambda: (greedy, _point_mass(greedy, vocab_size))
+        jnp.any(_is_sampled(sampling)),
+        draw,
+        lambda: (greedy, _point_mass(greedy, vocab_size)),
     )
 
 

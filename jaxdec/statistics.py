@@ -20,7 +20,7 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 
 def count_repetitions(tokens: Sequence[int], n: int = 4) -> tuple[int, int]:
@@ -152,42 +152,6 @@ def pit_values(
     return np.clip(values, 0.0, 1.0)
 
 
-def calibration_error(
-    confidence: Float[np.ndarray, "... K"],
-    num_judged: Int[np.ndarray, "..."],
-    num_accepted: Int[np.ndarray, "..."],
-    num_bins: int = 20,
-) -> float | None:
-    """How far a drafter's confidence is from how often its drafts are accepted.
-
-    A place's survival, the product of the confidences up to it, estimates the
-    probability that all drafts up to it are accepted. Places are sorted into equal bins
-    of survival; the error is the mean over places of the distance, in their bin,
-    between mean survival and the fraction that did survive (expected calibration error;
-    Naeini et al. 2015, and DeepSpec's own measure).
-
-    Args:
-        confidence: Probability that a draft is accepted if those before it were.
-        num_judged: Drafts of a step that the target judged; others do not count.
-        num_accepted: Drafts of a step that were accepted.
-        num_bins: Bins of survival between 0 and 1.
-
-    Returns:
-        In [0, 1]; None if no draft was judged.
-    """
-    survival = np.cumprod(np.asarray(confidence, np.float64), axis=-1)
-    place = np.arange(survival.shape[-1])
-    is_judged = place < np.asarray(num_judged)[..., None]
-    survived = (place < np.asarray(num_accepted)[..., None])[is_judged]
-    survival = survival[is_judged]
-    if survival.size == 0:
-        return None
-    which = np.minimum((survival * num_bins).astype(int), num_bins - 1)
-    # Sums, not means: a bin's distance counts once for every place in it.
-    gap = np.bincount(which, survival - survived, minlength=num_bins)
-    return float(np.abs(gap).sum() / survival.size)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KSResult:
     """Outcome of a Kolmogorov-Smirnov test of uniformity."""
@@ -232,3 +196,39 @@ def kolmogorov_smirnov(
         passed=statistic <= threshold,
         n=n,
     )
+
+
+def calibration_error(
+    confidence: Sequence[Sequence[float]],
+    num_judged: Sequence[int],
+    num_accepted: Sequence[int],
+    num_bins: int = 20,
+) -> float | None:
+    """Expected calibration error of a drafter's survival estimates.
+
+    The running product of a step's confidences says how likely its first k drafts are
+    all accepted. Over all judged places, in bins of equal width: the mean distance
+    between what was said and what happened, weighted by places (DeepSpec's measure).
+
+    >>> calibration_error([[0.9, 0.5], [0.9, 0.5]], [2, 1], [1, 0])
+    0.4166666666666667
+
+    Args:
+        confidence: Of each draft token of each step.
+        num_judged: Places of each step that count.
+        num_accepted: Drafts that each step accepted.
+        num_bins: On [0, 1].
+
+    Returns:
+        In [0, 1]; None if nothing was judged.
+    """
+    said, happened = [], []
+    for row, judged, accepted in zip(confidence, num_judged, num_accepted, strict=True):
+        said.append(np.cumprod(np.asarray(row, np.float64)[:judged]))
+        happened.append(np.arange(judged) < accepted)
+    said, happened = np.concatenate(said), np.concatenate(happened)
+    if not said.size:
+        return None
+    which = np.minimum((said * num_bins).astype(int), num_bins - 1)
+    gaps = [abs(np.sum(said[which == b] - happened[which == b])) for b in set(which)]
+    return float(np.sum(gaps) / said.size)

@@ -52,6 +52,11 @@ class StrategyConfig:
                 f"{self.length!r}; for plain decoding use 'greedy' or 'sample'"
             )
 
+    @property
+    def members(self) -> tuple["StrategyConfig", ...]:
+        """The strategies that this one is made of: itself, unless it mixes several."""
+        return (self,)
+
     def with_length(self, length: int) -> "StrategyConfig":
         """The same strategy with another K."""
         return dataclasses.replace(self, length=length)
@@ -90,6 +95,7 @@ class StrategyConfig:
                 "drafter": self.draft.content_hash if own else self.name,
             },
             "sources": (self.name,),
+            "has_confidence": (False,),
         }
 
     @property
@@ -265,7 +271,9 @@ def check_name(strategy: str, lm: Any = None) -> None:
     if strategy == "draft_model":
         hint = "; draft_model needs a model: jaxdec.draft_model(other_lm)"
     elif wants_drafter:
-        reason = lm.notes.get(strategy)
+        # What keeps the modules from drafting keeps whatever is made of them.
+        own = lm.notes.get(strategy.removesuffix("_tree"))
+        reason = lm.notes.get("mtp") if strategy == "first_of" else own
         raise ValueError(
             f"strategy {strategy!r} needs a drafter, and {lm.name} has none for it"
             + ("" if reason is None else f" ({reason})")

@@ -119,6 +119,7 @@ class TrainedConfig(StrategyConfig):
             "tree_width": 1 if self.tree is None else self.tree.width,
             "tree_depth": depth,
             "num_native_modules": min(self.draft.num_native_modules, self.length),
+            "has_confidence": (self.draft.has_confidence,),
             "pairing": {
                 "target": lm.content_hash,
                 "drafter": self.draft.content_hash,
@@ -145,6 +146,20 @@ class FirstOfConfig(StrategyConfig):
                 "first_of(lookup(6, min_ngram=3), mtp(drafter))"
             )
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parts, told apart by a number where they are the same."""
+        plain = [part.name for part in self.parts]
+        return tuple(
+            name if plain.index(name) == i else f"{name} {plain[: i + 1].count(name)}"
+            for i, name in enumerate(plain)
+        )
+
+    @property
+    def members(self):
+        """The strategies that this one is made of."""
+        return tuple(m for part in self.parts for m in part.members)
+
     def with_length(self, length):
         """The same strategy with another K for all parts."""
         parts = tuple(p.with_length(length) for p in self.parts)
@@ -160,7 +175,7 @@ class FirstOfConfig(StrategyConfig):
         built = [p.build(lm, processor, min_rows) for p in self.parts]
         drafters, params = zip(*built, strict=True)
         drafters = [
-            d._replace(name=p.name) for d, p in zip(drafters, self.parts, strict=True)
+            d._replace(name=name) for d, name in zip(drafters, self.names, strict=True)
         ]
         return combine(*drafters), DrafterParams(
             own=tuple(p.own for p in params), shared=tuple(p.shared for p in params)
@@ -169,17 +184,16 @@ class FirstOfConfig(StrategyConfig):
     def facts(self, lm):
         """What the evidence says of how drafts are made."""
         parts = [p.facts(lm) for p in self.parts]
-        names = tuple(p.name for p in self.parts)
+        names = self.names
         return {
             "proposal_mode": self.proposal_mode,
             "proposal_budget": "; ".join(p["proposal_budget"] for p in parts),
             "tree_width": max(p["tree_width"] for p in parts),
             "tree_depth": max(p["tree_depth"] for p in parts),
             "num_native_modules": max(p["num_native_modules"] for p in parts),
-            "pairing": {
-                p.name: f["pairing"] for p, f in zip(self.parts, parts, strict=True)
-            },
+            "pairing": dict(zip(names, (p["pairing"] for p in parts), strict=True)),
             "sources": names,
+            "has_confidence": tuple(p["has_confidence"][0] for p in parts),
         }
 
 
@@ -297,7 +311,13 @@ def first_of(*parts: StrategyConfig) -> FirstOfConfig:
             f"first_of takes strategies such as jaxdec.lookup(6), got {wrong[0]!r}"
         )
     length = max((p.length for p in parts), default=0)
-    return FirstOfConfig(name="first_of", length=max(length, 1), parts=parts)
+    widths = {w for p in parts for w in p.widths}
+    return FirstOfConfig(
+        name="first_of",
+        length=max(length, 1),
+        parts=parts,
+        widths=tuple(sorted(widths | {0, length})) if widths else (),
+    )
 
 
 def add_drafter(lm: Any, drafter: LoadedDrafter) -> list[str]:

@@ -11,6 +11,12 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
+# Tiny programs take longer to optimise than to run.
+_FLAGS = os.environ.get("XLA_FLAGS", "")
+if "--xla_backend_optimization_level" not in _FLAGS:
+    quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = f"{_FLAGS} {quick}".strip()
+
 # Tests spend most of their time compiling; what one has compiled, others find again.
 _CACHE = pathlib.Path(__file__).resolve().parent.parent / ".pytest_cache" / "xla"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
@@ -19,6 +25,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 import jax
 import pytest
 from jaxtyping import install_import_hook
+
+jax.devices()  # Now the flags are read; the TPU compiler, which has others, must not.
+os.environ["XLA_FLAGS"] = _FLAGS
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -47,6 +56,37 @@ def pytest_configure(config):
     )
 
 
+SLOW = (
+    "tests/drafters/",
+    "test_mesh.py",
+    "test_trained.py::test_every_name_gives_plain_decoding[0.7",
+    "test_trained.py::test_a_certificate_of_a_tree",
+    "test_trained.py::test_evidence_of_a_confidence",
+    "test_trained.py::test_a_stream_says_the_same",
+    "test_cli.py::test_capital_of_france",
+    "test_certify.py::test_wrong_rules_break_the_law[no residual]",
+    "test_certify.py::test_wrong_rules_break_the_law[draft again]",
+    "test_compare.py::test_advice_ranks_only_what_is_certified",
+    "test_cache.py::test_decoding_across_a_block[239]",
+    "test_attention.py::test_beside_the_cache_equals_in_the_cache[256-3]",
+    "test_attacks.py::test_certify_names_a_tie_of_one_ulp[10]",
+    "test_compiled.py::test_tpu_program_stays_on_the_chip[lookup]",
+    "test_compiled.py::test_tpu_program_stays_on_the_chip[rejection]",
+)
+"""What takes longest: ``-m slow`` runs it. Of drafters the golden cases stay, which
+drive the same functions round by round and through the engine."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Keeps a file together: its tests share what they have compiled."""
+    for item in items:
+        if any(name in item.nodeid for name in SLOW):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 def pytest_generate_tests(metafunc):
     marker = metafunc.definition.get_closest_marker("golden")
     if marker is not None:
@@ -60,11 +100,9 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(autouse=True)
-def quick_to_compile(request, monkeypatch):
-    """Tiny programs take longer to optimise than to run; the real model's do not."""
-    if "real" not in request.keywords:
-        options = {
-            "xla_backend_optimization_level": 0,
-            "xla_cpu_use_fusion_emitters": False,
-        }
-        monkeypatch.setattr("jaxdec.program.COMPILER_OPTIONS", options)
+def well_optimised(request, monkeypatch):
+    """The real model's programs are worth optimising."""
+    if "real" in request.keywords:
+        import toy
+
+        monkeypatch.setattr("jaxdec.program.COMPILER_OPTIONS", toy.OPTIMISED)

@@ -15,8 +15,9 @@ import numpy as np
 
 import jaxdec
 import jaxdec.program
+from jaxdec.io.hf_config import config_from_hf
 from jaxdec.models.config import MoeConfig
-from jaxdec.models.decoder import init_params, make_model
+from jaxdec.models.decoder import abstract_params, make_model
 from jaxdec.models.sharding import check_mesh, param_shardings
 
 PROMPTS = ["hello there, hello", "a b a b a b a b", "xyz", "naïve 12 12"]
@@ -24,7 +25,7 @@ REQUEST = {"max_new_tokens": 20, "temperature": [0.0, 0.8, 0.0, 1.2], "seed": [1
 STRATEGIES = {
     "sample": "sample",
     "lookup": jaxdec.lookup(length=3),
-    "self_draft": jaxdec.self_draft(num_layers=1, length=3),
+    "self_draft": jaxdec.self_draft(num_layers=1, length=2),
 }
 FAST = {"xla_backend_optimization_level": 0}
 
@@ -67,20 +68,25 @@ def mixture_difference():
         num_experts_per_token=2,
         intermediate_size=24,
         norm_topk_prob=True,
-        layers=(1,),
+        layers=(0,),
     )
     config = dataclasses.replace(
-        jaxdec.load(FOLDER, dtype="float32").config,
+        config_from_hf(helpers_tiny.CONFIG),
+        num_layers=1,
         moe=moe,
         qk_norm=True,
         qkv_bias=True,
         mlp_bias=True,
         tie_embeddings=False,
     )
-    params = init_params(config, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape, scale=0.2), x.dtype),
+        abstract_params(config),
+    )
     mesh = check_mesh(make_mesh((2, 2)))
     spread = jax.device_put(params, param_shardings(config, "float32", mesh))
-    expert = spread["layers"][1]["mlp"]["up"]
+    expert = spread["layers"][0]["mlp"]["up"]
     assert expert.addressable_shards[0].data.size * 2 == expert.size
     model = make_model(config)
     tokens = jnp.asarray(np.arange(24).reshape(4, 6), jnp.int32)
@@ -93,15 +99,42 @@ def mixture_difference():
     return float(np.abs(np.asarray(one) - np.asarray(many)).max())
 
 
+CASES = Path(__file__).parent / "golden" / "cases"
+TRAINED = {
+    "eagle3_tree": ("targets/llama_gqa", "drafters/e2e_eagle3_tree"),
+    "dspark": ("targets/qwen3", "drafters/e2e_deepspec_dspark"),
+}
+
+
+def trained(name):
+    """Whether a trained drafter drafts on a mesh what it drafts on one device."""
+    target, drafter = (CASES / part for part in TRAINED[name])
+    found = []
+    for mesh in (None, make_mesh((2, 2))):
+        lm = jaxdec.load(target, dtype="float32", mesh=mesh)
+        lm.row_classes = ((1,), tuple(range(2, 33)))
+        jaxdec.add_drafter(lm, jaxdec.load_drafter(drafter, lm))
+        request = REQUEST | {"stop_tokens": []}
+        prompts = [[5, 17, 40], [3, 9], [8, 8, 8, 1], [2]]
+        outputs = jaxdec.generate(lm, prompts, strategy=name, **request)
+        accepted = np.asarray(outputs.run.info.num_accepted)
+        found.append([[list(o.tokens) for o in outputs], accepted.tolist()])
+    return found
+
+
 if __name__ == "__main__":
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jaxdec.program.COMPILER_OPTIONS = FAST
-    FOLDER = helpers_tiny.write_model(Path(sys.argv[1]))
-    result = {"one": decode(jaxdec.load(FOLDER, dtype="float32"), "sample")}
-    for shape in ((2, 2), (1, 4)):
-        lm = jaxdec.load(FOLDER, dtype="float32", mesh=make_mesh(shape))
-        runs = {name: decode(lm, name) for name in STRATEGIES}
+    folder = helpers_tiny.write_model(Path(sys.argv[1]))
+    one = jaxdec.load(folder, dtype="float32")
+    result = {"one": decode(one, "sample")}
+    for shape, names in (((2, 2), ("lookup", "self_draft")), ((1, 4), ("sample",))):
+        lm = jaxdec.load(folder, dtype="float32", mesh=make_mesh(shape))
+        # Measuring them compiles many small programs, and is no matter of meshes.
+        lm.row_classes = one.row_classes
+        runs = {name: decode(lm, name) for name in names}
         result[str(shape)] = {"runs": runs, "places": places(lm)}
     result["mixture"] = mixture_difference()
+    result["trained"] = {name: trained(name) for name in TRAINED}
     print(json.dumps(result))

@@ -371,9 +371,7 @@ def decode(p, q, num_rows, num_draft=1, draft_params=None, **params):
 
     @jax.jit
     def step():
-        tokens, log_probs = sampling.draft_sample(
-            drafting, nodes, logits(q), coupled=False
-        )
+        tokens, log_probs = sampling.independent_sample(drafting, nodes, logits(q))
         draft = make_draft(tokens[:, :-1], log_probs=log_probs[:, :-1])
         judgement = sampling.judge(sequences, nodes, logits(p), with_log_probs=True)
         return draft, jax.vmap(acceptance.rejection.accept)(sequences, draft, judgement)

@@ -1,13 +1,16 @@
 """Attention over a cache, and beside it."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 
 from jaxdec.cache import write_tail
-from jaxdec.models.attention import attend, attend_beside
-from jaxdec.models.layers import matmul
+from jaxdec.models.attention import attend, attend_all, attend_beside
+from jaxdec.models.layers import matmul, take_rows
 
 B, T, H, G, D = 3, 4, 4, 2, 8
 
@@ -48,6 +51,45 @@ def test_beside_the_cache_equals_in_the_cache(capacity, window):
         query, *dirty, length, position, *more, twice, wide, **options
     )
     np.testing.assert_allclose(again, want, atol=2e-6)
+
+
+def test_all_at_once_equals_the_definition():
+    query, (keys, values), _ = arrays(6)
+    mask = np.random.default_rng(0).random((B, T, 6)) < 0.5
+    mask[:, :, 2] = True
+    got = attend_all(query, keys, values, jnp.asarray(mask), scale=D**-0.5)
+    keys, values = (np.repeat(np.asarray(x), H // G, axis=1) for x in (keys, values))
+    scores = np.einsum("bthd,bhrd->bhtr", query, keys) * D**-0.5
+    scores = np.where(mask[:, None], scores, -np.inf)
+    weight = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weight = weight / weight.sum(axis=-1, keepdims=True)
+    want = np.einsum("bhtr,bhrd->bthd", weight, values)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_rows_of_a_table_are_converted_and_not_the_table():
+    """A loop that reads rows of a bfloat16 table holds no float32 copy of it."""
+    table = jax.random.normal(jax.random.key(0), (512, 24)).astype(jnp.bfloat16)
+    index = jnp.asarray([3, -4, 600], jnp.int32)
+    want = np.asarray(table, np.float32)[[3, 0, 511]]
+    np.testing.assert_array_equal(take_rows(table, index), want)
+
+    def copies(read):
+        def loop(table, index, num):
+            def body(_, index):
+                signs = read(table, index) > 0
+                return (index + jnp.sum(signs, axis=1, dtype=jnp.int32)) % 512
+
+            return jax.lax.fori_loop(0, num, body, index)
+
+        text = jax.jit(loop).lower(table, index, 9).compile(toy.OPTIMISED).as_text()
+        return re.findall(r"= f32\[512,24\]\S* (?:fusion|copy)\(", text)
+
+    def plainly(table, index):
+        return jnp.take(table, index, axis=0, mode="clip").astype(jnp.float32)
+
+    assert copies(take_rows) == []
+    assert len(copies(plainly)) == 1, "the compiler has changed: take_rows may go"
 
 
 def test_one_bf16_row_equals_the_same_row_among_two():

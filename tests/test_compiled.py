@@ -4,19 +4,26 @@ A copy of a cache inside the decode loop costs more than the forward it serves, 
 invisible in the Python code; so is a host callback. These tests read the compiled text.
 """
 
+import dataclasses
 import re
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+import toy
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxdec import decoding, program, strategies
 from jaxdec.drafters.draft_model import draft_model
+from jaxdec.drafters.eagle import recurrent_net
 from jaxdec.drafters.lookup import lookup
 from jaxdec.drafters.none import none
+from jaxdec.drafters.recurrent_tree import recurrent_tree
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import abstract_params, make_model
+from jaxdec.models.eagle import init_eagle_params
+from jaxdec.models.eagle_config import EagleConfig
 from jaxdec.types import DrafterParams, StrategyParams
 
 BATCH, SLOTS = 2, 64
@@ -36,7 +43,24 @@ CONFIG = ModelConfig(
     max_positions=8192,
     tie_embeddings=True,
 )
-STRATEGIES = ("none", "lookup", "widths", "draft_model", "rejection")
+EAGLE = EagleConfig(
+    layers=dataclasses.replace(CONFIG, num_layers=1),
+    taps=(0, 1, 2),
+    target_hidden_size=128,
+    draft_vocab_size=300,
+    own_embedding=False,
+    own_head=True,
+    draft_length=4,
+)
+STRATEGIES = (
+    "none",
+    "lookup",
+    "widths",
+    "draft_model",
+    "rejection",
+)
+TREES = ("eagle_tree",)
+"""On CPU only: they take long to compile for a TPU."""
 
 
 def cache_shape(capacity):
@@ -59,8 +83,13 @@ def build(name, capacity):
         params = DrafterParams(own=None, shared=target)
         if name == "rejection":
             accept = decoding.acceptance.rejection
+    elif name == "eagle_tree":
+        net = recurrent_net(EAGLE, dtype=dtype)
+        drafter = recurrent_tree(net, nodes=12, depth=4, width=3)
+        own = jax.eval_shape(lambda: init_eagle_params(EAGLE, jax.random.key(0), dtype))
+        params = DrafterParams(own=own, shared=target)
     strategy = decoding.speculative(
-        make_model(CONFIG, dtype=dtype),
+        make_model(CONFIG, dtype=dtype, taps=drafter.taps),
         drafter,
         accept,
         capacity=capacity,
@@ -78,7 +107,7 @@ def request_shapes(capacity):
         num_stop_slots=4,
         num_bias_slots=8,
     )
-    return program.abstract_request(None, key)
+    return program.abstract_request(types.SimpleNamespace(mesh=None), key)
 
 
 def compiled_texts(name, capacity, sharding=None):
@@ -96,10 +125,11 @@ def compiled_texts(name, capacity, sharding=None):
     steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
     prefill = programs.prefill.trace(put(params), put(request))
     loop = programs.generate.trace(put(params), put(state), steps)
+    options = toy.OPTIMISED if sharding is None else None
     platforms = {} if sharding is None else {"lowering_platforms": ("tpu",)}
     return {
-        "prefill": prefill.lower(**platforms).compile().as_text(),
-        "loop": loop.lower(**platforms).compile().as_text(),
+        "prefill": prefill.lower(**platforms).compile(options).as_text(),
+        "loop": loop.lower(**platforms).compile(options).as_text(),
     }
 
 
@@ -141,7 +171,7 @@ def test_the_checks_can_fail():
     assert host_calls(jax.jit(calls_back).lower(x).compile().as_text())
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", STRATEGIES + TREES)
 def test_cpu_program_copies_no_cache_in_its_loop(name):
     for kind, text in compiled_texts(name, CAPACITY).items():
         assert cache_shape(CAPACITY) in text

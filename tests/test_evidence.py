@@ -267,7 +267,7 @@ def test_json_is_strict():
         exact_match perplexity repetition_rate format_success_rate distinct_outputs
         versions hashes seed sampling requests num_nodes_verified block_acceptance
         proposal_mode proposal_budget tree_width tree_depth num_native_modules pairing
-        sources source calibration_error"""
+        sources source calibration_error has_confidence"""
     assert set(record) == set(names.split())
 
 

@@ -58,7 +58,7 @@ def test_each_row_takes_the_first_drafter_with_a_draft():
     assert draft.source.tolist() == [0, 1, 2]
     assert draft.tokens.tolist() == [[7, 8, 0], [1, 2, 3], [9, 0, 0]]
     assert draft.parents is None
-    sure = [[0.5, 0.5, 0], [0.5] * 3, [0.5, 0, 0]]
+    sure = [[0.5, 0.5, 1], [0.5] * 3, [0.5, 1, 1]]
     np.testing.assert_array_equal(draft.confidence, sure)
 
 

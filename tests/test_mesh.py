@@ -34,13 +34,24 @@ def result():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("shape", ["(2, 2)", "(1, 4)"])
-@pytest.mark.parametrize("name", ["sample", "lookup", "self_draft"])
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [("(2, 2)", "lookup"), ("(2, 2)", "self_draft"), ("(1, 4)", "sample")],
+)
 def test_same_tokens_as_on_one_device(result, shape, name):
     """Rows at temperature zero and above it, in one batch."""
     found = result[shape]["runs"][name]
     assert found == result["one"]
     assert all(len(set(tokens)) > 3 for tokens in found)
+
+
+@pytest.mark.parametrize("name", ["eagle3_tree", "dspark"])
+def test_trained_drafters_draft_the_same(result, name):
+    """The same tokens, and as many of them accepted in every step."""
+    one, many = result["trained"][name]
+    assert one == many
+    assert len(set(map(tuple, one[0]))) == 4
+    assert len(set(one[0][1])) > 3  # A row that samples.
 
 
 def test_arrays_are_where_they_should_be(result):

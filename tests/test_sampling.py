@@ -1,4 +1,5 @@
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from helpers_sampling import (
     walk,
 )
 
-from jaxdec import sampling
+from jaxdec import drafting, sampling
 from jaxdec.types import SamplingParams
 
 FIELDS = tuple(SamplingParams.__dataclass_fields__)
@@ -72,7 +73,9 @@ def unchanged(tokens, length, logits):
 
 
 judge = jax.jit(sampling.judge, static_argnames=("processor", "with_log_probs"))
-draft_sample = jax.jit(sampling.draft_sample, static_argnames=("coupled",))
+draft_sample = jax.jit(
+    functools.partial(drafting.sample, None), static_argnames=("coupled",)
+)
 gumbel = jax.jit(sampling.gumbel, static_argnames=("vocab_size", "stream"))
 context_free = jax.jit(
     lambda sequences, nodes, logits: sampling.log_probs(

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from helpers_sampling import make_sequences
 from helpers_tiny import write_model
@@ -476,10 +477,16 @@ def test_broken_weights_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_saved_with_orbax_and_loaded_again(tmp_path, dtype):
+def test_saved_with_orbax_and_loaded_again(tmp_path, dtype, monkeypatch):
     lm = jaxdec.load(write_model(tmp_path / "tiny"), dtype=dtype)
     lm.save(tmp_path / "saved")
+    reads = []
+    whole = ocp.args.PyTreeRestore
+    monkeypatch.setattr(
+        ocp.args, "PyTreeRestore", lambda **k: reads.append(1) or whole(**k)
+    )
     again = jaxdec.load(tmp_path / "saved", dtype=dtype)
+    assert reads == [1]
     assert again.config == lm.config and again.stop_tokens == lm.stop_tokens
     assert again.content_hash == lm.content_hash
     assert jax.tree.structure(again.params) == jax.tree.structure(lm.params)
@@ -491,5 +498,6 @@ def test_saved_with_orbax_and_loaded_again(tmp_path, dtype):
     other = "float32" if dtype == "bfloat16" else "bfloat16"
     with pytest.raises(ValueError, match=f"was saved in {dtype}"):
         jaxdec.load(tmp_path / "saved", dtype=other)
+    assert reads == [1]
     with pytest.raises(ValueError, match="exists"):
         lm.save(tmp_path / "saved")

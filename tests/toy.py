@@ -31,6 +31,7 @@ from jaxdec.types import (
     Model,
     Output,
     Request,
+    Sequences,
     StrategyParams,
     pytree,
 )
@@ -39,6 +40,8 @@ CAPACITY = 256
 CHUNK = 16
 SLOTS = 64
 BUFFER = 24
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+"""Compiler options: what XLA does unless told otherwise; see conftest.py."""
 K = 8
 """Draft tokens a step; `max_draft` lowers it without another program."""
 FAST = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
@@ -497,6 +500,25 @@ def make_request(
         num_stop_tokens=jnp.asarray([len(s) for s in stops], jnp.int32),
         key=jnp.stack([jax.random.key(seed) for seed in seeds]),
         sampling=sampling.make_sampling_params(batch, **params),
+    )
+
+
+def sequences_with(request, tokens, length) -> Sequences:
+    """What a drafter sees of requests that came as far as these tokens."""
+    buffer = np.zeros((len(tokens), CAPACITY), np.int32)
+    buffer[:, : tokens.shape[1]] = tokens
+    length = jnp.asarray(length, jnp.int32)
+    return Sequences(
+        tokens=jnp.asarray(buffer),
+        length=length,
+        prompt_length=length,
+        limit=length + request.max_new_tokens,
+        finish=jnp.zeros_like(length),
+        max_draft_length=request.max_draft_length,
+        stop_tokens=request.stop_tokens,
+        num_stop_tokens=request.num_stop_tokens,
+        key=request.key,
+        sampling=request.sampling,
     )
 
 

@@ -8,6 +8,12 @@ rule judges. The classics are pairs of the two.
     prompt lookup              lookup        match
     speculative sampling       draft_model   rejection, or match with shared noise
     early-exit drafting        draft_model over the target's first layers
+    multi-token prediction     mtp           match or rejection
+    EAGLE, chain; P-EAGLE      eagle         match or rejection
+    EAGLE-2, dynamic tree      recurrent_tree over a network of EAGLE or MTP; match
+    DFlash                     dflash        match (as released, greedy), or rejection
+    DSpark                     dspark        rejection, or match with shared noise
+    mixtures                   first_of      match
 
 `extend` learns what a step (or a prefill chunk) made permanent, as a `Commit` that
 pairs each token read with the token that followed it; `propose` drafts from there. A

@@ -27,7 +27,6 @@ from jaxdec.types import (
     DrafterParams,
     LogitsProcessor,
     Sequences,
-    Vocabulary,
     pytree,
 )
 
@@ -76,7 +75,7 @@ def dflash(
         if greedy:
             sequences = without_temperature(sequences)
         tokens, log_probs = drafting.sample_block(
-            vocabulary_of(net, params),
+            net.vocabulary(params),
             sequences,
             logits,
             coupled=coupled,
@@ -138,13 +137,6 @@ def can_draft(
     """Rows that have a context, and positions left for a whole block."""
     last = sequences.length - 1 + net.config.block_size
     return (state.cache.length > 0) & (last <= net.config.layers.max_positions)
-
-
-def vocabulary_of(net: BlockNet, params: DrafterParams) -> Vocabulary | None:
-    """The vocabulary of its own, if it has one."""
-    if net.config.draft_vocab_size == net.config.layers.vocab_size:
-        return None
-    return Vocabulary(**params.own["vocabulary"])
 
 
 def without_temperature(sequences: Sequences) -> Sequences:

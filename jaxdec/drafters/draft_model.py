@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxdec import sampling
+from jaxdec import drafting, sampling
 from jaxdec.types import (
     Commit,
     Draft,
@@ -168,8 +168,8 @@ def draft_model(
 
         def sample(context, logits, node):
             nodes = sampling.chain_nodes(context, node)
-            token, log_probs = sampling.draft_sample(
-                sequences, nodes, logits, coupled=coupled, processor=processor
+            token, log_probs = drafting.sample(
+                None, sequences, nodes, logits, coupled=coupled, processor=processor
             )
             context = jax.lax.dynamic_update_slice_in_dim(
                 context, token, node + 1, axis=1

@@ -13,14 +13,13 @@ under `rejection`; under `match` the noise is the target's, which accepts more.
 import jax
 import jax.numpy as jnp
 
-from jaxdec import drafting
+from jaxdec import drafting, sampling
 from jaxdec.drafters.dflash import (
     BlockState,
     can_draft,
     check_length,
     dflash,
     make_drafter,
-    vocabulary_of,
     without_temperature,
 )
 from jaxdec.models.block import BlockNet
@@ -62,31 +61,8 @@ def dspark(
         anchor = sequences.anchor
         rows = net.read(params, state.cache, anchor)
         hidden = rows[:, config.first : config.first + num]
-        options = dict(coupled=coupled, processor=processor)
-        vocabulary = vocabulary_of(net, params)
         drawn = without_temperature(sequences) if greedy else sequences
-        logits = net.logits(params, hidden)
-        if config.markov == "none":
-            tokens, log_probs = drafting.sample_block(
-                vocabulary, drawn, logits, **options
-            )
-        else:
-            head = net.markov(params)
-            state_of_head = markov_start(net, params, rows, anchor)
-
-            def bias(state, previous, prepared):
-                state, code = head.code(state, previous, prepared)
-                return state, head.out(code)
-
-            tokens, log_probs = drafting.sample_in_order(
-                vocabulary,
-                drawn,
-                logits,
-                bias=bias,
-                start=state_of_head,
-                inputs=head.prepare(hidden),
-                **options,
-            )
+        tokens, log_probs = _draw(net, params, drawn, rows, hidden, coupled, processor)
         confidence = None
         if config.confidence != "none":
             previous = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
@@ -101,6 +77,45 @@ def dspark(
         return state, draft
 
     return make_drafter(net, "dspark", num, propose)
+
+
+def _draw(net, params, sequences, rows, hidden, coupled, processor):
+    """Draft tokens from left to right, each biasing the logits of the next place."""
+    logits = net.logits(params, hidden)
+    vocabulary = net.vocabulary(params)
+    options = dict(coupled=coupled, processor=processor)
+    head = net.markov(params)
+    if head is None:
+        return drafting.sample_block(vocabulary, sequences, logits, **options)
+    batch, num, _ = hidden.shape
+    anchor = sequences.anchor
+
+    prepared = head.prepare(hidden)
+
+    def place(carry, node):
+        context, previous, state = carry
+        own, given = (
+            jax.lax.dynamic_slice_in_dim(x, node, 1, axis=1) for x in (logits, prepared)
+        )
+        state, code = head.code(state, previous, given[:, 0])
+        tokens, log_probs = drafting.sample(
+            vocabulary,
+            sequences,
+            sampling.chain_nodes(context, node),
+            own + head.out(code)[:, None],
+            **options,
+        )
+        context = jax.lax.dynamic_update_slice_in_dim(context, tokens, node + 1, axis=1)
+        return (context, tokens[:, 0], state), log_probs
+
+    unknown = jnp.zeros((batch, num), jnp.int32)
+    context = jnp.concatenate([anchor[:, None], unknown], axis=1)
+    carry = (context, anchor, markov_start(net, params, rows, anchor))
+    nodes = jnp.arange(num, dtype=jnp.int32)
+    (context, _, _), log_probs = jax.lax.scan(place, carry, nodes)
+    if log_probs is not None:
+        log_probs = jnp.moveaxis(log_probs[:, :, 0], 0, 1)
+    return context[:, 1:], log_probs
 
 
 def markov_start(net: BlockNet, params: DrafterParams, rows, anchor):

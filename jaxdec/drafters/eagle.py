@@ -76,7 +76,7 @@ def eagle(
     dtype: str = "float32",
     cache_dtype: str = "float32",
 ) -> Drafter:
-    """A drafter of `length` tokens in a row.
+    """Drafts `length` tokens in a row.
 
     Args:
         config: what it is.

@@ -12,7 +12,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxdec import tree
-from jaxdec.types import Commit, Draft, Drafter, DrafterParams, Sequences
+from jaxdec.types import (
+    Commit,
+    Draft,
+    Drafter,
+    DrafterParams,
+    FinishReason,
+    Sequences,
+)
 
 
 def first_of(*drafters: Drafter) -> Drafter:
@@ -54,15 +61,20 @@ def first_of(*drafters: Drafter) -> Drafter:
     def propose(params, state, sequences: Sequences):
         batch = sequences.length.shape[0]
         chosen = _empty(batch, length, is_tree)
-        states = []
+        states: list = []
+        has_confidence: list[bool] = []
         for i, drafter in enumerate(drafters):
+            # A finished row needs nobody; rows that have a draft must not count where
+            # a later drafter's confidence decides how many tokens are judged.
+            needs = (chosen.length == 0) & (sequences.finish == FinishReason.NONE)
+            most = jnp.where(needs, sequences.max_draft_length, 0)
+            asking = sequences.replace(max_draft_length=most) if i else sequences
 
-            def ask(i=i, drafter=drafter):
-                own, draft = drafter.propose(params_of(params, i), state[i], sequences)
+            def ask(i=i, drafter=drafter, asking=asking):
+                own, draft = drafter.propose(params_of(params, i), state[i], asking)
+                has_confidence.append(draft.confidence is not None)
                 return own, _padded(draft, length, is_tree, i)
 
-            # A finished row needs nobody.
-            needs = (chosen.length == 0) & (sequences.finish == 0)
             if drafter.keeps_state and i:
                 draft = jax.lax.cond(
                     jnp.any(needs),
@@ -74,6 +86,8 @@ def first_of(*drafters: Drafter) -> Drafter:
                 own, draft = ask()
                 states.append(own)
             chosen = _choose(needs & (draft.length > 0), draft, chosen)
+        if not any(has_confidence):
+            chosen = chosen.replace(confidence=None)
         return tuple(states), chosen
 
     return Drafter(
@@ -99,7 +113,8 @@ def _empty(batch: int, length: int, is_tree: bool) -> Draft:
         tokens=jnp.zeros((batch, length), jnp.int32),
         parents=_chain(batch, length) if is_tree else None,
         length=jnp.zeros((batch,), jnp.int32),
-        confidence=jnp.zeros((batch, length), jnp.float32),
+        # Sure, so that a limit leaves alone what has no confidence of its own.
+        confidence=jnp.ones((batch, length), jnp.float32),
         source=jnp.zeros((batch,), jnp.int32),
     )
 

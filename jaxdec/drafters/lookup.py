@@ -5,6 +5,17 @@ long ones the most recent. It costs no model call, and pays wherever text repeat
 itself: code, quotations, summaries (prompt lookup decoding, A. Saxena 2023; also known
 as n-gram speculation). A match near the end is continued periodically: after
 ``a b a b`` the period is 2 and the draft is ``a b a b ...``.
+
+A match of one token is often an accident, yet it pays: refused drafts take rows of a
+forward, not steps. SmolLM2 in bfloat16 on the first 8 built-in prompts (96 new tokens
+each, 6 draft tokens a step):
+
+    min_ngram    tokens per step    drafted    accepted
+    1            1.24               1697       8 %
+    2            1.15                550       17 %
+    3            1.09                224       27 %
+
+Where rows are dear (a large batch, a wide model), a larger `min_ngram` drafts less.
 """
 
 import jax

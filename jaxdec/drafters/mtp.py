@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxdec import sampling
+from jaxdec import drafting, sampling
 from jaxdec.cache import KVCache
 from jaxdec.drafters.recurrent import HeldRows, RecurrentNet, chain
 from jaxdec.models.mtp import MtpNetwork
@@ -168,86 +168,93 @@ def module_chain(
     def propose(params, state: ModulesState, sequences: Sequences):
         batch = sequences.length.shape[0]
         read_length = state.cache.length
-        context = jnp.concatenate(
-            [sequences.anchor[:, None], jnp.zeros((batch, length), jnp.int32)], axis=1
-        )
+        # Beside the cache every module has K rows: those of turn c from c * n on, the
+        # first of all is row s - n. In turn 0 only the last k of module k hold drafts;
+        # those before them are permanent already, and not seen here.
+        row = jnp.arange(num_turns * num, dtype=jnp.int32)
+        place = (read_length - num)[:, None] + row[None]
+        within = jnp.arange(num, dtype=jnp.int32)
 
-        def sample(context, k, hidden, node):
-            token, log_probs = sampling.draft_sample(
+        def read(k):
+            """Rows of module k in one turn, given what the module before carries on."""
+
+            def rows(held, start, hidden, tokens):
+                kept = state.carried[:, k - 1 : k] if k else hidden
+                is_kept = (within == num - k) & (start == 0)
+                hidden = jnp.where(is_kept[None, :, None], kept, hidden)
+                asks = start + within
+                is_row = (row >= num - k)[None] & (place >= 0)
+                held, out = network.read(
+                    params,
+                    k,
+                    state.cache,
+                    held,
+                    start,
+                    hidden,
+                    tokens,
+                    jax.lax.dynamic_slice_in_dim(place, start, num, axis=1),
+                    place,
+                    _visible(is_row, row, asks),
+                )
+                return held, out, network.normed(params, k, out[:, -1:])
+
+            return rows
+
+        def nothing(held, start, hidden, tokens):
+            del start, tokens
+            return held, hidden, hidden[:, -1:]
+
+        reads = [read(k) for k in range(num)] + [nothing]
+
+        def draft_one(carry, node):
+            held, context, carried, lasts, normed = carry
+            token, log_probs = drafting.sample(
+                None,
                 sequences,
-                sampling.chain_nodes(context, node),
-                network.logits(params, k, hidden),
+                sampling.chain_nodes(context[:, num:], node),
+                network.head(params, normed),
                 coupled=coupled,
                 processor=processor,
             )
             context = jax.lax.dynamic_update_slice_in_dim(
-                context, token, node + 1, axis=1
+                context, token, num + node + 1, axis=1
             )
-            return context, log_probs
-
-        def read(k, held, start, hidden, tokens):
-            """Rows ``start ..`` of those that module k holds beside the cache."""
-            row = jnp.arange(held[0].shape[2], dtype=jnp.int32)
-            asks = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-            first = (read_length - k)[:, None]
-            return network.read(
-                params,
-                k,
-                state.cache,
-                held,
+            # What the next token is drawn from.
+            turn, k = (node + 1) // num, (node + 1) % num
+            start = turn * num
+            tokens = jax.lax.dynamic_slice_in_dim(context, start + k + 1, num, axis=1)
+            mine, carried, normed = jax.lax.switch(
+                jnp.where(node + 1 < length, k, num),
+                reads,
+                jax.tree.map(lambda x: x[k], held),
                 start,
-                hidden,
+                jnp.where(k == 0, lasts, carried),
                 tokens,
-                first + asks[None],
-                first + row[None],
-                _visible(first + row[None] >= 0, row, asks),
             )
+            held = jax.tree.map(lambda x, new: x.at[k].set(new), held, mine)
+            lasts = jax.lax.dynamic_update_slice_in_dim(
+                lasts, carried[:, -1:], k, axis=1
+            )
+            return (held, context, carried, lasts, normed), (token, log_probs)
 
-        # Row s - 1 of every module, given the drafts before it.
-        lasts, log_probs, held = [state.carried[:, :1]], [], []
-        out = jnp.zeros((batch, 0, config.block.hidden_size), jnp.float32)
-        for k in range(num):
-            held.append(network.init_held(batch, k + (num_turns - 1) * num))
-            if k > 0:
-                out = jnp.concatenate([state.carried[:, k - 1 : k], out], axis=1)
-                drafted = context[:, 1 : k + 1]
-                held[k], out = read(k, held[k], jnp.int32(0), out, drafted)
-                lasts.append(out[:, -1:])
-            context, probs = sample(context, k, lasts[k], jnp.int32(k))
-            log_probs.append(probs)
-
-        def turn(carry, index):
-            """Every module reads n rows more; the last of them says a token."""
-            held, context, hidden = carry
-            held, lasts, log_probs = list(held), [], []
-            for k in range(num):
-                node = index * num + k
-                drafted = jax.lax.dynamic_slice_in_dim(
-                    context, node - num + 1, num, axis=1
-                )
-                start = k + (index - 1) * num
-                held[k], hidden = read(k, held[k], start, hidden, drafted)
-                lasts.append(hidden[:, -1:])
-                context, probs = sample(context, k, lasts[k], node)
-                log_probs.append(probs)
-            carry = (tuple(held), context, jnp.concatenate(lasts, axis=1))
-            return carry, None if coupled else jnp.concatenate(log_probs, axis=1)
-
-        turns = jnp.arange(1, num_turns, dtype=jnp.int32)
-        carry = (tuple(held), context, jnp.concatenate(lasts, axis=1))
-        rest = None
-        if num_turns > 1:
-            (_, context, _), rest = jax.lax.scan(turn, carry, turns)
-        if not coupled:
-            log_probs = jnp.concatenate(log_probs, axis=1)
-            if rest is not None:
-                rest = jnp.moveaxis(rest, 0, 1).reshape(batch, length - num, -1)
-                log_probs = jnp.concatenate([log_probs, rest], axis=1)
+        held = [network.init_held(batch, num_turns * num)] * num
+        lasts = jnp.zeros_like(state.carried)
+        lasts = lasts.at[:, 0].set(state.carried[:, 0])
+        carry = (
+            jax.tree.map(lambda *x: jnp.stack(x), *held),
+            # Room for the tokens of rows that are not seen, then anchor and drafts.
+            jnp.pad(sequences.anchor[:, None], ((0, 0), (num, length))),
+            state.carried,
+            lasts,
+            network.normed(params, 0, state.carried[:, :1]),
+        )
+        nodes = jnp.arange(length, dtype=jnp.int32)
+        _, (tokens, log_probs) = jax.lax.scan(draft_one, carry, nodes)
         fits = sequences.length + length <= max_positions
         draft = Draft(
-            tokens=context[:, 1:],
+            tokens=jnp.moveaxis(tokens[..., 0], 0, 1),
             length=jnp.where(fits & (read_length > 0), jnp.int32(length), 0),
-            log_probs=None if coupled else log_probs,
+            log_probs=None if coupled else jnp.moveaxis(log_probs[:, :, 0], 0, 1),
         )
         return state, draft
 

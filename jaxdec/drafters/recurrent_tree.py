@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxdec import drafting, sampling, tree
+from jaxdec import drafting, tree
 from jaxdec.adjustment import Nodes
 from jaxdec.drafters.recurrent import (
     RecurrentNet,
@@ -196,21 +196,19 @@ def grow(
                 f"a tree of width {width} needs as many tokens to choose from, and the "
                 f"drafter's vocabulary has {logits.shape[-1]}; make the tree narrower"
             )
-        logits = drafting.adjust(vocabulary, sequences, nodes, logits, processor)
         # One node stands for all: they are as deep as one another.
         one = nodes.replace(
             ancestors=nodes.ancestors[:, :1], depth=nodes.depth[:, :1], is_chain=True
         )
-        if noise:
-            best, score = jax.lax.cond(
-                jnp.any(sequences.sampling.temperature > 0),
-                lambda: _likeliest(
-                    sampling.perturbed(sequences, one, logits, vocabulary), width
-                ),
-                lambda: _likeliest(logits, width),
-            )
-        else:
-            best, score = _likeliest(logits, width)
+        best, score = drafting.choose(
+            lambda scores: _likeliest(scores, width),
+            vocabulary,
+            sequences,
+            nodes,
+            logits,
+            noise_at=one if noise else None,
+            processor=processor,
+        )
         if vocabulary is not None:
             best = jnp.take(vocabulary.target_ids, best, mode="clip")
         return best, score

@@ -5,6 +5,7 @@ kinds of file share one reader. A setting without translation is an error that n
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -178,11 +179,8 @@ def _rotary(settings, values, shapes) -> dict[str, Any]:
 
 def _qwen3moe(settings, values, shapes) -> dict[str, Any]:
     """Which layers are mixtures can be seen only from their tensors."""
-    dense = [
-        layer
-        for layer in range(values["num_hidden_layers"])
-        if f"blk.{layer}.ffn_gate_inp.weight" not in shapes
-    ]
+    found = (re.fullmatch(r"blk\.(\d+)\.ffn_up\.weight", name) for name in shapes)
+    dense = sorted(int(match[1]) for match in found if match is not None)
     # Released models renormalise the chosen experts; most files do not say so.
     chosen = {"norm_topk_prob": True, "mlp_only_layers": dense}
     inner = {"intermediate_size": values.get("moe_intermediate_size")}

@@ -58,7 +58,7 @@ def _decoder(
     **switches: Any,
 ) -> ModelConfig:
     """What Llama and its descendants share; `switches` holds the differences."""
-    layers = fields.count("num_hidden_layers")
+    layers = fields.parts("num_hidden_layers")
     longest = fields.count("max_position_embeddings", default=default_positions)
     return ModelConfig(
         family=family,
@@ -198,7 +198,7 @@ def _qwen3_moe(fields: Fields) -> ModelConfig:
             "layer_types for the second."
         )
     experts = MoeConfig(
-        num_experts=fields.count("num_experts", "num_local_experts", default=128),
+        num_experts=fields.parts("num_experts", "num_local_experts", default=128),
         num_experts_per_token=fields.count("num_experts_per_tok", default=8),
         intermediate_size=fields.count("moe_intermediate_size", default=768),
         norm_topk_prob=fields.flag("norm_topk_prob", False),
@@ -227,12 +227,12 @@ def _mixtures(fields: Fields) -> tuple[int, ...]:
     """Which layers are mixtures of experts; the others have a dense MLP."""
     step = fields.count("decoder_sparse_step", default=1)
     dense = fields.get("mlp_only_layers", None) or ()
-    layers = range(fields.count("num_hidden_layers"))
+    layers = range(fields.parts("num_hidden_layers"))
     return tuple(i for i in layers if i not in dense and (i + 1) % step == 0)
 
 
 def _gemma3(fields: Fields) -> ModelConfig:
-    layers = fields.count("num_hidden_layers", default=26)
+    layers = fields.parts("num_hidden_layers", default=26)
     longest = fields.count("max_position_embeddings", default=131072)
     pattern = fields.count(
         "sliding_window_pattern", "_sliding_window_pattern", default=6
@@ -287,7 +287,7 @@ def _gpt2(fields: Fields) -> ModelConfig:
         vocab_size=fields.count("vocab_size", default=50257),
         hidden_size=width,
         intermediate_size=4 * width if inner is None else inner,
-        num_layers=fields.count("n_layer", "num_hidden_layers", default=12),
+        num_layers=fields.parts("n_layer", "num_hidden_layers", default=12),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=width // heads,

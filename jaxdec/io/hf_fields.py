@@ -91,16 +91,27 @@ class Fields:
             )
         return (present or list(names))[0]
 
-    def count(self, *names: str, default: Any = _REQUIRED) -> int:
+    def count(
+        self, *names: str, default: Any = _REQUIRED, most: int | None = None
+    ) -> int:
         """A whole number of at least 1, under any of these names."""
         name = self.name_of(names)
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or value < 1 or (most is not None and value > most):
+            limit = "" if most is None else f" and at most {most}"
             raise CheckpointError(
-                f"{self._where}: {name!r} must be a whole number of at least 1, got "
-                f"{value!r}; correct it."
+                f"{self._where}: {name!r} must be a whole number of at least 1{limit}, "
+                f"got {value!r}; correct it."
             )
         return value
+
+    def parts(self, *names: str, default: Any = _REQUIRED) -> int:
+        """A number of layers or experts.
+
+        They are listed one by one, which would take for ever if it were damaged.
+        """
+        return self.count(*names, default=default, most=2**16)
 
     def count_or_none(self, *names: str, default: Any) -> int | None:
         """A whole number of at least 1, or None where the file says null."""

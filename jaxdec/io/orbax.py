@@ -6,8 +6,9 @@ JSON description of where each leaf sits in the tree. So a tree comes back as it
 a checkpoint that does not fit the code is reported leaf by leaf.
 """
 
+import contextlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,45 @@ def save_params(
         )
 
 
+def load_metadata(path: str | Path) -> dict[str, Any]:
+    """The metadata that `save_params` wrote; no array is read.
+
+    Raises:
+        CheckpointError: There is no checkpoint.
+    """
+    with _opened(path) as (folder, checkpointer):
+        return _record(checkpointer, folder)["metadata"]
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path) -> Iterator[tuple[Path, Any]]:
+    """The folder and a checkpointer; what goes wrong with them is one kind of error."""
+    import orbax.checkpoint as ocp
+
+    folder = Path(path).absolute()
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is no folder; pass one that save_params wrote."
+        )
+    try:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+            yield folder, checkpointer
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder} cannot be restored ({type(error).__name__}: {error}); it is "
+            "incomplete, or was not written by save_params."
+        ) from error
+
+
+def _record(checkpointer: Any, folder: Path) -> dict[str, Any]:
+    import orbax.checkpoint as ocp
+
+    wanted = ocp.args.Composite(record=ocp.args.JsonRestore())
+    return checkpointer.restore(folder, args=wanted)["record"]
+
+
 def load_params(
     path: str | Path, template: Any | None = None
 ) -> tuple[Any, dict[str, Any]]:
@@ -123,31 +163,16 @@ def load_params(
     """
     import orbax.checkpoint as ocp
 
-    path = Path(path).absolute()
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder; pass one that save_params wrote.")
-    try:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-            record = checkpointer.restore(
-                path, args=ocp.args.Composite(record=ocp.args.JsonRestore())
-            )["record"]
-            names = [_name(leaf["path"]) for leaf in record["leaves"]]
-            if template is not None:
-                _check(template, dict(zip(names, record["leaves"], strict=True)), path)
-            host = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
-            arrays = checkpointer.restore(
-                path,
-                args=ocp.args.Composite(
-                    arrays=ocp.args.PyTreeRestore(restore_args=host)
-                ),
-            )["arrays"]
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} cannot be restored ({type(error).__name__}: {error}); it is "
-            "incomplete, or was not written by save_params."
-        ) from error
+    with _opened(path) as (folder, checkpointer):
+        record = _record(checkpointer, folder)
+        names = [_name(leaf["path"]) for leaf in record["leaves"]]
+        if template is not None:
+            _check(template, dict(zip(names, record["leaves"], strict=True)), folder)
+        host = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+        arrays = checkpointer.restore(
+            folder,
+            args=ocp.args.Composite(arrays=ocp.args.PyTreeRestore(restore_args=host)),
+        )["arrays"]
     leaves = {name: jax.numpy.asarray(arrays[name]) for name in names}
     if template is None:
         paths = [leaf["path"] for leaf in record["leaves"]]

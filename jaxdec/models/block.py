@@ -30,9 +30,10 @@ from jaxdec.models.attention import attend_all, attend_beside
 from jaxdec.models.block_heads import ConfidenceHead, MarkovHead
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import prefers_out_first
-from jaxdec.models.layers import Linear, Mlp, Norm, matmul
+from jaxdec.models.layers import Linear, Mlp, Norm, matmul, take_rows
 from jaxdec.models.rope import rotate, rotation
-from jaxdec.types import DrafterParams
+from jaxdec.models.vocabulary import vocabulary_params
+from jaxdec.types import DrafterParams, Vocabulary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,9 +157,10 @@ class BlockNetwork(nnx.Module):
             else None
         )
         drafted = config.draft_vocab_size
-        self.head = (
-            nnx.Param(_table(rngs, drafted, size, dtype)) if config.own_head else None
-        )
+        head = dict(bias=False, dtype=dtype, out_first=True, rngs=rngs)
+        self.head = Linear(size, drafted, **head) if config.own_head else None
+        ids = np.arange(drafted) if drafted < vocab else None
+        self.vocabulary = None if ids is None else OwnVocabulary(ids, vocab)
         rank = config.markov_rank
         self.markov = (
             None
@@ -183,7 +185,7 @@ class BlockNetwork(nnx.Module):
         """Rows of the embedding, scaled where the target's are."""
         own = self.embedding
         table = shared["embedding"] if own is None else own[...]
-        x = jnp.take(table, tokens, axis=0, mode="clip").astype(jnp.float32)
+        x = take_rows(table, tokens)
         if self.config.embedding_scale != 1.0:
             # The published models round the scale to the weights' dtype.
             scale = jnp.asarray(self.config.embedding_scale, table.dtype)
@@ -208,11 +210,11 @@ class BlockNetwork(nnx.Module):
     def logits(self, shared, hidden):
         """Over the drafter's own vocabulary, before any bias."""
         if self.head is not None:
-            weight = self.head[...]
+            logits = self.head(hidden)
         else:
             head = shared.get("head")
             weight = shared["embedding"] if head is None else head["weight"]
-        logits = matmul(hidden, weight, out_first=True)
+            logits = matmul(hidden, weight, out_first=True)
         cap = self.config.logit_softcap
         return logits if cap is None else jnp.tanh(logits / cap) * cap
 
@@ -225,6 +227,15 @@ class BlockNetwork(nnx.Module):
     def _rotation(self, position):
         layers = self.config.layers
         return rotation(layers.ropes[0], layers.head_dim, position)
+
+
+class OwnVocabulary(nnx.Module):
+    """Which of the target's tokens a drafter can say; nothing to train."""
+
+    def __init__(self, target_ids, vocab_size):
+        arrays = vocabulary_params(target_ids, vocab_size)
+        self.target_ids = nnx.Variable(arrays["target_ids"])
+        self.draft_index = nnx.Variable(arrays["draft_index"])
 
 
 def _table(rngs, rows, width, dtype):
@@ -252,6 +263,8 @@ class BlockNet(NamedTuple):
     that stand anywhere in sequences; for training."""
     logits: Callable[[DrafterParams, Float[Array, "..."]], Float[Array, "..."]]
     """``(params, hidden[..., E]) -> [..., V']``, before the Markov bias."""
+    vocabulary: Callable[[DrafterParams], Vocabulary | None]
+    """Which tokens the logits are of; None is all of the target's."""
     markov: Callable[[DrafterParams], MarkovHead | None]
     """The head with its arrays in place."""
     confidence: Callable[..., Float[Array, "B K"]]
@@ -281,8 +294,7 @@ def make_block_net(
 
     def merged(params: DrafterParams) -> BlockNetwork:
         state = jax.tree.map(lambda leaf: leaf, abstract)
-        arrays = {k: v for k, v in params.own.items() if k != "vocabulary"}
-        nnx.replace_by_pure_dict(state, arrays)
+        nnx.replace_by_pure_dict(state, params.own)
         return nnx.merge(graph, state)
 
     def init_cache(batch_size, capacity):
@@ -357,6 +369,10 @@ def make_block_net(
         hidden = network.fill(params.shared, anchor, rows, attend)
         return hidden.reshape(batch, num, size, -1)
 
+    def vocabulary(params):
+        own = params.own.get("vocabulary")
+        return None if own is None else Vocabulary(**own)
+
     return BlockNet(
         config=config,
         init_cache=init_cache,
@@ -365,6 +381,7 @@ def make_block_net(
         read=read,
         read_all=read_all,
         logits=lambda params, hidden: merged(params).logits(params.shared, hidden),
+        vocabulary=vocabulary,
         markov=lambda params: merged(params).markov,
         confidence=lambda params, hidden, previous: merged(params).confidence_logits(
             hidden, previous

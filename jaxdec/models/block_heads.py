@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxdec.models.layers import Linear
+from jaxdec.models.layers import Linear, take_rows
 
 
 class MarkovHead(nnx.Module):
@@ -47,8 +47,7 @@ class MarkovHead(nnx.Module):
 
     def row(self, previous: Int[Array, "*axes"]) -> Float[Array, "*axes r"]:
         """The rows of W1 of tokens of the target's vocabulary."""
-        table = self.rows[...]
-        return jnp.take(table, previous, axis=0, mode="clip").astype(jnp.float32)
+        return take_rows(self.rows[...], previous)
 
     def start(self, batch_size: int) -> Float[Array, "B s"]:
         """The state before the first place; empty but for rnn."""

@@ -1,7 +1,7 @@
 """The tensors of a block drafter: names, shapes, and their way into the network.
 
-Names are those that z-lab, DeepSpec and speculators all write, without ``model.``. One
-is our own: ``token_ids``, the target's id of every token that a reduced vocabulary has.
+Names are those that z-lab, DeepSpec and speculators all write, without ``model.``;
+``d2t`` holds offsets: token j of a reduced vocabulary is the target's ``j + d2t[j]``.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxdec.models.block import BlockConfig, BlockNetwork
 from jaxdec.models.decoder import prefers_out_first
-from jaxdec.models.sharing import vocabulary_params
+from jaxdec.models.vocabulary import vocabulary_params
 from jaxdec.types import Params
 
 
@@ -36,7 +36,7 @@ def expected_block_tensors(config: BlockConfig) -> dict[str, tuple[int, ...]]:
     if config.own_head:
         linear("lm_head", drafted, size)
     if drafted < vocab:
-        shapes["token_ids"] = (drafted,)
+        shapes["d2t"] = (drafted,)
     linear("fc", size, len(config.taps) * size)
     shapes["hidden_norm.weight"] = shapes["norm.weight"] = (size,)
     for i in range(layers.num_layers):
@@ -141,10 +141,10 @@ def block_params_from_tensors(
     if config.own_embedding:
         params["embedding"] = array(tensors["embed_tokens.weight"])
     if config.own_head:
-        params["head"] = array(tensors["lm_head.weight"])
+        params["head"] = {"weight": array(tensors["lm_head.weight"])}
     if config.draft_vocab_size < config.layers.vocab_size:
-        ids, size = tensors["token_ids"], config.layers.vocab_size
-        params["vocabulary"] = vocabulary_params(ids, size)
+        ids = np.arange(config.draft_vocab_size) + np.asarray(tensors["d2t"])
+        params["vocabulary"] = vocabulary_params(ids, config.layers.vocab_size)
     if config.markov != "none":
         params["markov"] = markov()
     if config.confidence != "none":
@@ -166,8 +166,4 @@ def init_block_params(
         out_first=prefers_out_first(dtype),
         rngs=nnx.Rngs(params=key),
     )
-    own = nnx.to_pure_dict(nnx.split(module)[1])
-    drafted, size = config.draft_vocab_size, config.layers.vocab_size
-    if drafted < size:
-        own["vocabulary"] = vocabulary_params(np.arange(drafted), size)
-    return own
+    return nnx.to_pure_dict(nnx.split(module)[1])

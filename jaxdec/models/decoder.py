@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxdec.cache import init_kv_cache
 from jaxdec.models.config import ModelConfig
-from jaxdec.models.layers import Block, Held, Linear, Norm, matmul
+from jaxdec.models.layers import Block, Held, Linear, Norm, matmul, take_rows
 from jaxdec.models.rope import rotation
 from jaxdec.types import Model, Output, Params
 
@@ -42,15 +42,13 @@ class Decoder(nnx.Module):
     def embed(self, tokens, position):
         """Tap 0: the residual stream that enters the first layer."""
         # Ids are in range by contract; "clip" keeps scratch rows from making NaN.
-        x = jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
-        x = x.astype(jnp.float32)
+        x = take_rows(self.embedding[...], tokens)
         if self.config.embedding_scale != 1.0:
             # The published models round the scale to the weights' dtype.
             scale = jnp.asarray(self.config.embedding_scale, self.embedding.dtype)
             x = x * scale.astype(jnp.float32)
         if self.positions is not None:
-            row = jnp.take(self.positions[...], position, axis=0, mode="clip")
-            x = x + row.astype(jnp.float32)
+            x = x + take_rows(self.positions[...], position)
         return x
 
     def logits(self, normed):

@@ -21,9 +21,9 @@ from jaxtyping import Array, Float, Int
 from jaxdec.cache import KVCache, init_kv_cache
 from jaxdec.models.decoder import prefers_out_first
 from jaxdec.models.eagle_config import EagleConfig
-from jaxdec.models.layers import Attention, Held, Linear, Mlp, Norm, matmul
+from jaxdec.models.layers import Attention, Held, Linear, Mlp, Norm, matmul, take_rows
 from jaxdec.models.rope import rotation
-from jaxdec.models.sharing import vocabulary_params
+from jaxdec.models.vocabulary import vocabulary_params
 from jaxdec.types import DrafterParams, Params, Vocabulary
 
 
@@ -110,7 +110,7 @@ class Eagle(nnx.Module):
         """What the first layer reads: a hidden state, and an embedding."""
         table = shared["embedding"] if self.embedding is None else self.embedding[...]
         # Ids are in range by contract; "clip" keeps scratch rows from making NaN.
-        embedded = jnp.take(table, tokens, axis=0, mode="clip").astype(jnp.float32)
+        embedded = take_rows(table, tokens)
         if self.config.fusion == "embedding":
             hidden = self.fusion(jnp.concatenate([embedded, hidden], axis=-1))
         return hidden, embedded

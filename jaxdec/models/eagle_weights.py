@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdec.models.decoder import prefers_out_first
 from jaxdec.models.eagle_config import EagleConfig
-from jaxdec.models.sharing import vocabulary_params
+from jaxdec.models.vocabulary import vocabulary_params
 from jaxdec.types import Params
 
 

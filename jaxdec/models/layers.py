@@ -48,6 +48,17 @@ def matmul(x: Float[Array, "... I"], weight: Array, *, out_first: bool) -> Array
     return rows[:num].reshape(*shape[:-1], rows.shape[-1])
 
 
+def take_rows(table: Float[Array, "V E"], index: Int[Array, "*axes"]) -> Array:
+    """Rows of a table, as float32; an index out of range takes the nearest.
+
+    XLA on CPU reads a row of bfloat16 as float32, and inside of a loop it would convert
+    the whole table first, once, and keep the copy. With the barrier it cannot know
+    before the loop that the table is the same in every round, and converts the rows.
+    """
+    table, index = jax.lax.optimization_barrier((table, index))
+    return jnp.take(table, index, axis=0, mode="clip").astype(jnp.float32)
+
+
 class Linear(nnx.Module):
     """A matrix, stored the way the backend multiplies by it fastest."""
 

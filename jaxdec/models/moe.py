@@ -5,8 +5,9 @@ in blocks of a fixed number of rows, in a loop whose length is the number of blo
 are needed. So an expert's weights are read once per block and only where it was chosen,
 for one token as for a whole prompt, and no array is larger than the tokens' own.
 
-A token's numbers do not depend on its neighbours: every multiplication has the same
-shape, and the chosen experts are added up in the order of their weights.
+A token's numbers do not depend on its neighbours: in a forward over R tokens every
+multiplication has one shape (`block_rows`), and the chosen experts are added up in the
+order of their weights. Forwards over very different R have blocks of different size.
 """
 
 from collections.abc import Callable

@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 from jaxdec.cache import KVCache, init_kv_cache
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import prefers_out_first
-from jaxdec.models.layers import Block, Held, Linear, Norm, matmul
+from jaxdec.models.layers import Block, Held, Linear, Norm, matmul, take_rows
 from jaxdec.models.rope import rotation
 from jaxdec.models.weights import TensorReader, block_params, block_shapes
 from jaxdec.types import DrafterParams, Params
@@ -132,8 +132,14 @@ class MtpNetwork(NamedTuple):
     forward: Callable[..., Float[Array, "B T E"]]
     """``(params, module, hidden, tokens)``: rows 0 .. T - 1 without a cache, causal;
     for training. Returns what is carried on."""
-    logits: Callable[..., Float[Array, "B T V"]]
-    """``(params, module, carried)``."""
+    normed: Callable[..., Float[Array, "B T E"]]
+    """``(params, module, carried)``: y, which the head reads."""
+    head: Callable[..., Float[Array, "B T V"]]
+    """``(params, normed)``: logits."""
+
+    def logits(self, params, module, carried) -> Float[Array, "B T V"]:
+        """What a module says, given what it carries on."""
+        return self.head(params, self.normed(params, module, carried))
 
 
 @functools.cache
@@ -241,13 +247,13 @@ def make_mtp(
     def embed(params: DrafterParams, tokens):
         table = params.own if config.own_embedding else params.shared
         table = table["embedding"]
-        x = jnp.take(table, tokens, axis=0, mode="clip").astype(jnp.float32)
+        x = take_rows(table, tokens)
         if block.embedding_scale == 1.0:
             return x
         scale = jnp.asarray(block.embedding_scale, table.dtype)
         return x * scale.astype(jnp.float32)
 
-    def head(params: DrafterParams):
+    def head_table(params: DrafterParams):
         if config.own_head:
             return params.own["head"]
         head = params.shared.get("head")
@@ -331,12 +337,15 @@ def make_mtp(
             mask,
         )[1]
 
-    def logits(params, index, x):
-        if config.recycle == "pre":
-            x = merged(params).modules[index].final_norm(x)
-        y = matmul(x, head(params), out_first=True)
+    def normed(params, index, x):
+        if config.recycle == "post":
+            return x
+        return merged(params).modules[index].final_norm(x)
+
+    def head(params, y):
+        logits = matmul(y, head_table(params), out_first=True)
         cap = block.logit_softcap
-        return y if cap is None else jnp.tanh(y / cap) * cap
+        return logits if cap is None else jnp.tanh(logits / cap) * cap
 
     return MtpNetwork(
         config=config,
@@ -346,7 +355,8 @@ def make_mtp(
         write=write,
         read=read,
         forward=forward,
-        logits=logits,
+        normed=normed,
+        head=head,
     )
 
 

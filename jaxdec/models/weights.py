@@ -21,15 +21,11 @@ class TensorReader:
     Args:
         tensors: by canonical name; gains of norms as they multiply.
         dtype: of matrices and embeddings; norms and biases stay float32.
-        on_host: make NumPy arrays instead.
+        on_host: give NumPy arrays instead.
     """
 
     def __init__(
-        self,
-        tensors: Mapping[str, np.ndarray],
-        dtype: str,
-        *,
-        on_host: bool = False,
+        self, tensors: Mapping[str, np.ndarray], dtype: str, *, on_host: bool = False
     ):
         self._tensors = tensors
         self._on_host = on_host

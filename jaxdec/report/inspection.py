@@ -7,7 +7,7 @@ from typing import Any
 from jaxdec.io.cache import open_checkpoint
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.drafters.look import look
-from jaxdec.io.drafters.read import open_drafter
+from jaxdec.io.drafters.read import StoredDrafter, open_drafter
 from jaxdec.io.hub import resolve
 from jaxdec.report.checkpoints import describe, describe_drafter, describe_native
 
@@ -29,9 +29,10 @@ def inspect(
             not fit the target.
     """
     path = resolve(name, progress)
-    if _is_drafter(path):
+    stored = _drafter_in(path)
+    if stored is not None:
         config = None if target is None else open_checkpoint(target, progress).config
-        return describe_drafter(look(open_drafter(path), config), name)
+        return describe_drafter(look(stored, config), name)
     if target is not None:
         raise CheckpointError(
             f"{name} is a whole model and no drafter, so a target has no meaning; "
@@ -41,18 +42,22 @@ def inspect(
     return describe(checkpoint) | describe_native(checkpoint)
 
 
-def _is_drafter(path: Path) -> bool:
-    """Whether a folder holds a drafter, and no model that it is part of."""
+def _drafter_in(path: Path) -> StoredDrafter | None:
+    """The drafter in a folder; None if it is a model, or part of one."""
     if not path.is_dir() or not (path / "config.json").exists():
-        return False
+        return None
     try:
         stored = open_drafter(path)
-    except CheckpointError:
-        return False
-    if stored.family != "mtp" or "speculators_model_type" in stored.values:
-        return True
+    except CheckpointError as error:
+        reason = error
+    else:
+        if stored.family != "mtp" or "speculators_model_type" in stored.values:
+            return stored
+        reason = None
     try:
         open_checkpoint(path)
-    except CheckpointError:
-        return True  # Its model is of a kind that cannot be loaded.
-    return False
+    except CheckpointError as error:
+        if reason is None:
+            return stored  # Its model is of a kind that cannot be loaded.
+        raise CheckpointError(f"as a model: {error}\nAs a drafter: {reason}") from error
+    return None

@@ -13,7 +13,7 @@ from jaxdec.drafters.dspark import block_drafter
 from jaxdec.models.block import BlockConfig, make_block_net
 from jaxdec.models.block_weights import init_block_params
 from jaxdec.models.config import ModelConfig
-from jaxdec.models.sharing import vocabulary_params
+from jaxdec.models.vocabulary import vocabulary_params
 from jaxdec.types import DrafterParams
 
 LAYERS = ModelConfig(

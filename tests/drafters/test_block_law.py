@@ -19,7 +19,7 @@ from jaxdec.drafters.dspark import dspark
 from jaxdec.models.block import make_block_net
 from jaxdec.types import DrafterParams
 
-NUM_ROWS = 12_000
+NUM_ROWS = 6_000
 CONFIDENCE = (2.0, -1.0, 0.3)
 """Log-odds after tokens 0, 1 and 2: a draft is cut after token 1."""
 
@@ -68,7 +68,7 @@ def test_law():
     state, info, _ = toy.run(built, rows, params=params, steps=4)
     judged, accepted = np.asarray(info.num_judged), np.asarray(info.num_accepted)
     assert set(judged[:, 0]) == {1, 2, 3}
-    assert min(accepted.sum(), (judged - accepted).sum()) > 5_000
+    assert min(accepted.sum(), (judged - accepted).sum()) > 2_000
     tokens = np.asarray(state.sequences.tokens)[:, 2:6]
     counts = np.bincount(tokens @ np.array([27, 9, 3, 1]), minlength=81)
     law = np.exp(TARGET.astype(np.float64) / temperature)
@@ -125,8 +125,12 @@ def test_the_markov_head_draws_from_the_law_it_returns():
     net = make_block_net(TABLE_CONFIG)
     own = table_weights(DRAFT, CONFIDENCE)
     rows = sequences(NUM_ROWS, 0.8)
-    program = propose_all(dspark(net, coupled=False))
-    (draft,) = program(params_of(own), behind_two_tokens(net, NUM_ROWS), rows)
+    # A shorter draft is the start of the longer: the block is as wide as in training.
+    program = propose_all(dspark(net, coupled=False), dspark(net, 2, coupled=False))
+    draft, short = program(params_of(own), behind_two_tokens(net, NUM_ROWS), rows)
+    np.testing.assert_array_equal(short.tokens, draft.tokens[:, :2])
+    np.testing.assert_array_equal(short.log_probs, draft.log_probs[:, :2])
+    assert set(short.length.tolist()) == {2} and set(draft.length.tolist()) == {3}
     tokens, q = np.asarray(draft.tokens), np.exp(np.asarray(draft.log_probs))
     law = np.exp(DRAFT.astype(np.float64) / 0.8)
     law = law / law.sum(axis=1, keepdims=True)
@@ -151,7 +155,7 @@ FLAT_ROWS = 2_000
 
 @functools.cache
 def flat_drafters():
-    """A DFlash that knows every place's marginal, drafting in three ways."""
+    """A DFlash that knows every place's marginal: as z-lab drafts, and as we do."""
     config = block_toys.block_config(
         block_toys.TABLE_LAYERS,
         taps=(0,),
@@ -165,9 +169,7 @@ def flat_drafters():
     net = net._replace(
         logits=lambda params, hidden: jnp.broadcast_to(fixed, (*hidden.shape[:2], 3))
     )
-    program = propose_all(
-        dflash(net, greedy=True), dflash(net, coupled=False), dflash(net)
-    )
+    program = propose_all(dflash(net, greedy=True), dflash(net))
     own = table_weights(PEAKED)
     del own["markov"], own["confidence"]
     state = behind_two_tokens(net, FLAT_ROWS)
@@ -190,19 +192,27 @@ def test_drafts_at_a_temperature_agree_where_they_can():
     for draft in flat_drafters()(rows):
         equal = np.asarray(draft.tokens) == said[:, 1:]
         accepted.append(np.cumprod(equal, axis=1).sum(axis=1).mean())
-    greedy, apart, shared = accepted
+    greedy, shared = accepted
+
+    def worth(q, previous=0, k=0):
+        """Accepted per step, in expectation, of places drawn from rows of `q`."""
+        if k == 3:
+            return 0.0
+        return sum(
+            q[k][x] * PEAKED_LAW[previous, x] * (1 + worth(q, x, k + 1))
+            for x in range(3)
+        )
+
+    apart = worth(MARGINALS)
     assert greedy > apart + 0.1 and shared > apart + 0.1
-    # The likeliest tokens are accepted as often as the target says them.
-    a, b, c = (np.argmax(m) for m in MARGINALS)
-    worth = PEAKED_LAW[0, a] * (1 + PEAKED_LAW[a, b] * (1 + PEAKED_LAW[b, c]))
-    assert abs(greedy - worth) < 0.1
+    assert abs(greedy - worth(np.eye(3)[np.argmax(MARGINALS, axis=1)])) < 0.1
 
 
 def test_penalties_reach_from_place_to_place():
     """B43: a draft that ignores the request's penalties is judged against them."""
     rows = sequences(FLAT_ROWS, 0.0)
     # All but the first row: a token that was drafted is not drafted again.
-    penalty = jnp.full((FLAT_ROWS,), 100.0).at[0].set(0.0)
+    penalty = jnp.full((FLAT_ROWS,), 100.0, jnp.float32).at[0].set(0.0)
     params = rows.sampling.replace(presence_penalty=penalty)
     for draft in flat_drafters()(rows.replace(sampling=params)):
         tokens = np.asarray(draft.tokens)

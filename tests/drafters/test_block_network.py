@@ -12,12 +12,14 @@ import toy
 from block_toys import CONFIGS, LAYERS, block_config
 from helpers_sampling import make_sequences
 
-from jaxdec import drafting, sampling
 from jaxdec.drafters.dflash import BlockState, can_draft, dflash
-from jaxdec.drafters.dspark import block_drafter, dspark
+from jaxdec.drafters.dspark import block_drafter, dspark, markov_start
 from jaxdec.models.block import make_block_net
-from jaxdec.models.sharing import vocabulary_params
-from jaxdec.types import Commit, DrafterParams, Vocabulary
+from jaxdec.models.block_weights import (
+    block_params_from_tensors,
+    expected_block_tensors,
+)
+from jaxdec.types import Commit, DrafterParams
 
 MIXED = CONFIGS["dspark_rnn"]
 """Has sliding layers and full ones, and every head."""
@@ -163,29 +165,6 @@ def test_gradients_reach_every_weight():
         assert np.all(np.isfinite(slope)) and np.any(slope != 0), name
 
 
-def said(num: int, rows: int = 3):
-    """Requests that have said `num` tokens and one more, which is not read yet."""
-    tokens = np.random.default_rng(1).integers(0, 97, (rows, num + 1)).tolist()
-    return make_sequences(tokens, 1, capacity=64, temperature=[0, 0.7, 1.0][:rows])
-
-
-def test_a_shorter_draft_is_the_start_of_the_longer():
-    """13.3: fewer tokens are judged, but the block is as wide as in training."""
-    config = CONFIGS["dspark"]
-    net = make_block_net(config)
-    whole, short = block_drafter(net), block_drafter(net, 2)
-    assert (whole.max_length, short.max_length) == (4, 2)
-
-    def both(params, state, rows):
-        return [d.propose(params, state, rows)[1] for d in (whole, short)]
-
-    state = BlockState(cache=context_of(config, 3, 40))
-    long, start = fast(both)(params_of(config), state, said(40))
-    np.testing.assert_array_equal(long.tokens[:, :2], start.tokens)
-    np.testing.assert_allclose(long.confidence[:, :2], start.confidence, atol=1e-6)
-    assert long.length.tolist() == [4, 4, 4] and start.length.tolist() == [2, 2, 2]
-
-
 @pytest.mark.parametrize("length", [0, 5, -1])
 def test_a_draft_is_no_longer_than_the_block(length):
     """B42: more than the block was trained for is an error, not a longer block."""
@@ -211,39 +190,38 @@ def test_nothing_to_draft_from():
     assert can_draft(net, state, rows).tolist() == [False, True, True, False]
 
 
-@pytest.mark.parametrize("coupled", [True, False])
-def test_a_reduced_vocabulary_is_the_whole_one_without_the_others(coupled):
-    """B37: the same tokens and laws as with logits of -inf elsewhere, filters too."""
+def test_a_recurrent_head_has_seen_the_anchor():
+    """7.2.2 by hand: in the 1 + N layout the anchor's own row turns the state first."""
+    size, rank, config = LAYERS.hidden_size, MIXED.markov_rank, MIXED
     rng = np.random.default_rng(0)
-    ids = jnp.asarray([1, 3, 4, 9, 12], jnp.int32)
-    vocabulary = Vocabulary(**vocabulary_params(np.asarray(ids), 16))
-    rows = make_sequences(
-        [[3, 9, 9, 4], [1, 3], [12, 4], [9]],
-        1,
-        temperature=[0.0, 0.8, 1.0, 1.3],
-        top_k=[0, 3, 0, 0],
-        top_p=[1, 1, 0.7, 1],
-        presence_penalty=[0, 0, 1.5, 0],
-        logit_bias=[{9: 2.0}, {}, {4: float("-inf")}, {5: 9.0}],
+    shapes = expected_block_tensors(config)
+    tensors = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    tensors["d2t"] = np.zeros(config.draft_vocab_size, int)
+    params = DrafterParams(own=block_params_from_tensors(config, tensors), shared=None)
+    rows = rng.normal(size=(1, config.block_size, size)).astype(np.float32)
+    anchor, later = 7, [3, 90, 12]
+
+    def bias(params, rows):
+        start = markov_start(net, params, rows, jnp.asarray([anchor]))
+        previous = jnp.asarray([[anchor, *later]])
+        return net.markov(params).unrolled(start, previous, rows[:, 1:])
+
+    net = make_block_net(config)
+    got = fast(bias)(params, jnp.asarray(rows))[0]
+    w1, w2, joint, shift = (
+        tensors[f"markov_head.{name}"]
+        for name in (
+            "markov_w1.weight",
+            "markov_w2.weight",
+            "joint_proj.weight",
+            "joint_proj.bias",
+        )
     )
-    logits = jnp.asarray(rng.normal(size=(4, 1, 5)), jnp.float32)
-    nodes = sampling.chain_nodes(jnp.zeros((4, 3), jnp.int32), 0)
-
-    @fast
-    def both(rows, logits):
-        wide = drafting.widen(vocabulary, logits)
-        narrow, probs = drafting.sample(
-            vocabulary, rows, nodes, logits, coupled=coupled
-        )
-        return (narrow, probs), sampling.draft_sample(
-            rows, nodes, wide, coupled=coupled
-        )
-
-    for seed in range(20):
-        keys = jax.random.split(jax.random.key(seed), 4)
-        narrow, wide = both(rows.replace(key=keys), logits)
-        np.testing.assert_array_equal(narrow[0], wide[0])
-        assert set(np.asarray(narrow[0]).ravel()) <= set(ids.tolist())
-        if not coupled:
-            np.testing.assert_allclose(narrow[1], wide[1], atol=1e-6)
-            np.testing.assert_allclose(np.exp(narrow[1]).sum(-1), 1, atol=1e-6)
+    state, want = np.zeros(rank), []
+    for row, previous in zip(rows[0], [anchor, anchor, *later], strict=True):
+        z = joint @ np.concatenate([state, w1[previous], row]) + shift
+        gate, candidate, out = np.split(z, 3)
+        gate = 1 / (1 + np.exp(-gate))
+        state = gate * state + (1 - gate) * np.tanh(candidate)
+        want.append(w2 @ np.tanh(out))
+    np.testing.assert_allclose(got, want[1:], atol=1e-4)

@@ -49,12 +49,13 @@ def read_prompts(lm, prompts):
         One `Read` per prompt, and the cache with all of them committed.
     """
     lengths = np.asarray([len(prompt) for prompt in prompts])
-    num_chunks = -(-lengths.max() // CHUNK)
+    num_chunks = -(-int(lengths.max()) // CHUNK)
     tokens = np.zeros((len(prompts), num_chunks * CHUNK), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     model, _ = program(lm.config)
-    cache = model.init_cache(len(prompts), 256)
+    # Room for the answers too, and for what a step writes as scratch.
+    cache = model.init_cache(len(prompts), num_chunks * CHUNK + 128)
     outputs = []
     for start in range(0, num_chunks * CHUNK, CHUNK):
         live = np.clip(lengths - start, 0, CHUNK)

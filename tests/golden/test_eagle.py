@@ -17,12 +17,12 @@ from jaxdec import sampling
 from jaxdec.drafters.eagle import eagle, recurrent_net
 from jaxdec.drafters.recurrent_tree import best_nodes, grow, recurrent_tree
 from jaxdec.io.drafters.eagle import read_eagle, recognise
+from jaxdec.io.drafters.sharing import share_with_target
 from jaxdec.io.safetensors import open_stored
 from jaxdec.models.decoder import make_model
 from jaxdec.models.eagle import make_network
 from jaxdec.models.eagle_config import EagleConfig
 from jaxdec.models.eagle_weights import eagle_params_from_tensors
-from jaxdec.models.sharing import share_with_target
 from jaxdec.types import Commit, Drafter, DrafterParams, Sequences
 
 BUFFER = 256
@@ -57,8 +57,9 @@ def load(case) -> Loaded:
     tensors = open_stored(case.folder, STORED)
     assert recognise(values, tensors.shapes)
     checkpoint = read_eagle(values, tensors, lm.config, {})
+    checkpoint = share_with_target(checkpoint, lm.params)
     own = eagle_params_from_tensors(checkpoint.config, checkpoint.tensors)
-    return Loaded(lm, *share_with_target(checkpoint.config, own, lm.params))
+    return Loaded(lm, checkpoint.config, DrafterParams(own=own, shared=lm.params))
 
 
 def sequences_of(tokens) -> Sequences:

@@ -6,7 +6,6 @@ known, then `propose`. Hidden states within are computed by the same pure functi
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,27 +68,11 @@ def test_refused_by_name(case):
         target_of(case.folder)
 
 
-class Programs(NamedTuple):
-    """A drafter, and what a round asks of it and of its network."""
-
-    network: Any
-    drafter: Any
-    extend: Any
-    propose: Any
-    within: Any
-    drafted: Any
-
-
 @functools.cache
-def programs(config, length) -> Programs:
+def program(config, length):
+    """A drafter, and one pass of it with all that is known of what lies within."""
     network = make_mtp(config)
     drafter = mtp(network, length)
-
-    def within(params, state, hidden, tokens):
-        """What enters the block, what leaves it, and what it says, for new rows."""
-        _, out = network.write(params, 0, state.cache, hidden, tokens)
-        logits = network.logits(params, 0, out)
-        return network.combine(params, 0, hidden, tokens), out, logits
 
     def drafted(params, state, tokens):
         """Output and logits of every row behind a draft.
@@ -108,15 +91,19 @@ def programs(config, length) -> Programs:
         carry = (state.cache, state.hidden[:, None])
         return jax.lax.scan(step, carry, tokens[:, None, None])[1]
 
-    jit = functools.partial(jax.jit, compiler_options=toy.FAST)
-    return Programs(
-        network=network,
-        drafter=drafter,
-        extend=jit(drafter.extend),
-        propose=jit(drafter.propose),
-        within=jit(within),
-        drafted=jit(drafted),
-    )
+    def run(params, state, commit, sequences, drafts):
+        hidden, tokens = commit.features, commit.tokens[:, 1:]
+        _, out = network.write(params, 0, state.cache, hidden, tokens)
+        within = {
+            "proj": network.combine(params, 0, hidden, tokens)[0],
+            "out": out[0],
+            "logits": network.logits(params, 0, out)[0],
+        }
+        state = drafter.extend(params, state, commit)
+        _, draft = drafter.propose(params, state, sequences)
+        return state, draft, within, drafted(params, state, drafts)
+
+    return drafter, jax.jit(run, compiler_options=toy.FAST)
 
 
 class Driver:
@@ -127,35 +114,33 @@ class Driver:
         self.params = DrafterParams(own=own, shared=target)
         # Which hidden state comes in is the target's affair: one program for both.
         config = dataclasses.replace(checkpoint.config, hidden_source="post")
-        self.run = programs(config, length)
-        self.state = self.run.drafter.init(1, CAPACITY)
+        drafter, self.run = program(config, length)
+        self.state = drafter.init(1, CAPACITY)
 
     def round(self, case, name, new, drafts):
         """Checks one pass: `new` rows become known, then `drafts` are proposed."""
         num = len(new["tokens"])
         room = ((0, -(-num // WIDTH) * WIDTH - num),)
-        hidden = jnp.asarray(np.pad(new["hidden"], (*room, (0, 0))))[None]
         tokens = np.pad(new["committed"], room).astype(np.int32)
         case.equal(f"{name}new_tokens", tokens[1 : num + 1], new["tokens"])
-        paired = jnp.asarray(tokens[1:])[None]
-        rows = self.run.within(self.params, self.state, hidden, paired)
-        for what, ours in zip(("proj", "out", "logits"), rows, strict=True):
-            if what in new:
-                kind = "logits" if what == "logits" else "hidden"
-                case.close(f"{name}new {what}", ours[0, :num], new[what], kind)
         commit = Commit(
             tokens=jnp.asarray(tokens)[None],
-            features=hidden,
+            features=jnp.asarray(np.pad(new["hidden"], (*room, (0, 0))))[None],
             length=jnp.asarray([num], jnp.int32),
         )
-        self.state = self.run.extend(self.params, self.state, commit)
-        sequences = sequences_of(new["committed"], int(self.state.cache.length[0]))
-        _, draft = self.run.propose(self.params, self.state, sequences)
+        length = int(self.state.cache.length[0]) + num
+        self.state, draft, within, (hidden, logits) = self.run(
+            self.params,
+            self.state,
+            commit,
+            sequences_of(new["committed"], length),
+            drafts["draft_tokens"],
+        )
+        for what in within.keys() & new.keys():
+            kind = "logits" if what == "logits" else "hidden"
+            case.close(f"{name}new {what}", within[what][:num], new[what], kind)
         case.equal(f"{name}draft_tokens", draft.tokens[0], drafts["draft_tokens"])
         assert int(draft.length[0]) == len(drafts["draft_tokens"])
-        hidden, logits = self.run.drafted(
-            self.params, self.state, drafts["draft_tokens"]
-        )
         case.close(f"{name}draft_hidden", hidden, drafts["draft_hidden"], "hidden")
         case.close(f"{name}draft_logits", logits, drafts["draft_logits"])
 
@@ -212,21 +197,10 @@ def test_hidden_source(case):
 
 def sequences_of(last, length) -> Sequences:
     """One greedy sequence that has been read up to `length`, and ends with `last`."""
-    buffer = np.zeros((1, CAPACITY), np.int32)
-    buffer[0, length + 1 - len(last) : length + 1] = last
+    buffer = np.zeros((1, length + 1), np.int32)
+    buffer[0, length + 1 - len(last) :] = last
     request = toy.make_request([[1]], max_new=100)
-    return Sequences(
-        tokens=jnp.asarray(buffer),
-        length=jnp.asarray([length + 1], jnp.int32),
-        prompt_length=request.prompt_length,
-        limit=jnp.asarray([CAPACITY], jnp.int32),
-        finish=jnp.zeros((1,), jnp.int32),
-        max_draft_length=request.max_draft_length,
-        stop_tokens=request.stop_tokens,
-        num_stop_tokens=request.num_stop_tokens,
-        key=request.key,
-        sampling=request.sampling,
-    )
+    return toy.sequences_with(request, buffer, np.array([length + 1]))
 
 
 @pytest.mark.golden("mtp")

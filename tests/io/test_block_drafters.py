@@ -4,13 +4,13 @@ import copy
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.drafters.block import read_block, recognise
+from jaxdec.io.drafters.sharing import share_with_target
 from jaxdec.models.block import split_block_network
 from jaxdec.models.block_weights import (
     block_params_from_tensors,
@@ -18,7 +18,6 @@ from jaxdec.models.block_weights import (
 )
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import init_params
-from jaxdec.models.sharing import share_with_target
 
 TARGET = ModelConfig(
     family="qwen3",
@@ -187,16 +186,13 @@ def test_every_format(name, prefix):
     )
     assert recognise(values, {}) == found.format == name and found.family == "block"
     stored = set(tensors) - {"d2t", "t2d"}
-    assert set(found.tensors) - {"token_ids"} == stored
+    assert set(found.tensors) - {"d2t"} == stored
     assert set(found.tensors) == set(expected_block_tensors(found.config))
     for key in stored:
         np.testing.assert_array_equal(found.tensors[key], tensors[key])
     if "d2t" in tensors:
-        assert found.tensors["token_ids"].tolist() == list(KEPT)
+        assert found.tensors["d2t"].tolist() == MAP["d2t"].tolist()
     built = block_params_from_tensors(found.config, found.tensors)
-    assert ("vocabulary" in built) == ("token_ids" in found.tensors)
-    if "vocabulary" in built:
-        assert built.pop("vocabulary")["target_ids"].tolist() == list(KEPT)
     wanted = nnx.to_pure_dict(split_block_network(found.config, "float32")[1])
     assert jax.tree.structure(built) == jax.tree.structure(wanted)
     for x, y in zip(jax.tree.leaves(built), jax.tree.leaves(wanted), strict=True):
@@ -345,7 +341,7 @@ def test_fields_that_have_a_default():
     found = read_block(values, tensors, TARGET, {})
     assert found.config.markov == "vanilla"
     assert found.config.confidence == "hidden_and_previous"
-    assert not found.config.own_embedding and found.facts["embedding"] == "target"
+    assert not found.config.own_embedding and found.facts["embedding"] == "the target's"
     assert "not in the file" in found.facts["choices"]["embedding"]
     # Llama's own defaults: the width of a head follows from the others.
     llama = changed(LAYERS, head_dim=None, model_type="llama", mlp_bias=False)
@@ -490,7 +486,7 @@ def test_the_map_of_a_reduced_vocabulary():
 
     def ids(tensors, **overrides):
         found = read_block(SPECULATORS, tensors, TARGET, overrides)
-        return tuple(found.tensors["token_ids"])
+        return tuple(np.arange(4) + found.tensors["d2t"])
 
     offsets, absolute = MAP["d2t"], np.asarray(KEPT)
     assert ids(with_map(d2t=offsets)) == KEPT
@@ -508,39 +504,37 @@ def test_the_map_of_a_reduced_vocabulary():
     refused(SPECULATORS, with_map(), "neither d2t nor t2d")
     refused(SPECULATORS, with_map(d2t=[1, 2, 2, 13]), "not a map")
     refused(SPECULATORS, with_map(d2t=[1, 1, -1, 6]), "not a map")
-    refused(SPECULATORS, with_map(d2t=[1, 2, 2]), "d2t has shape [3]")
+    refused(SPECULATORS, with_map(d2t=[1, 2, 2]), "d2t: has [3], needs [4]")
     refused(SPECULATORS, with_map(t2d=np.arange(16) < 5), "marks 5")
     full = changed(SPECULATORS, draft_vocab_size=16)
     tensors = tensors_of(markov="gated", confidence=8, embed_tokens=16, lm_head=16)
     found = read_block(full, tensors | {"d2t": np.zeros(16)}, TARGET, {})
-    assert "token_ids" not in found.tensors
+    assert "d2t" not in found.tensors
     refused(full, tensors | {"t2d": prefix}, "says otherwise")
 
 
 def test_arrays_are_shared_with_the_target():
     """11.4, 13.14: copies are dropped, what is missing is taken, rows by t2d."""
     target = init_params(TARGET, jax.random.key(0))
-    table, head = target["embedding"], target["head"]["weight"]
+    table, head = np.asarray(target["embedding"]), np.asarray(target["head"]["weight"])
     tensors = deepspec_tensors()
-    tensors["embed_tokens.weight"] = np.asarray(table)
-    tensors["lm_head.weight"] = np.asarray(head)
+    tensors |= {"embed_tokens.weight": table, "lm_head.weight": head}
     found = read_block(DEEPSPEC, tensors, TARGET, {})
-    own = block_params_from_tensors(found.config, found.tensors)
-    config, params = share_with_target(found.config, own, target)
-    assert not (config.own_embedding or config.own_head)
-    assert "embedding" not in params.own and "head" not in params.own
-    assert params.shared is target and "embedding" in own
+    shared = share_with_target(found, target)
+    assert not (shared.config.own_embedding or shared.config.own_head)
+    assert set(found.tensors) - set(shared.tensors) == {
+        "embed_tokens.weight",
+        "lm_head.weight",
+    }
+    assert set(shared.tensors) == set(expected_block_tensors(shared.config))
+    assert shared.facts["embedding"] == shared.facts["head"] == "the target's"
     # One number differs: then it is the drafter's own.
-    tensors["embed_tokens.weight"] = np.asarray(table) + np.eye(16, 8, dtype=np.float32)
-    found = read_block(DEEPSPEC, tensors, TARGET, {})
-    own = block_params_from_tensors(found.config, found.tensors)
-    config, params = share_with_target(found.config, own, target)
-    assert config.own_embedding and not config.own_head
+    tensors["embed_tokens.weight"] = table + np.eye(16, 8, dtype=np.float32)
+    shared = share_with_target(read_block(DEEPSPEC, tensors, TARGET, {}), target)
+    assert shared.config.own_embedding and not shared.config.own_head
     # A reduced vocabulary without a head: the target's rows.
     tensors = speculators_tensors()
     del tensors["lm_head.weight"]
-    found = read_block(SPECULATORS, tensors, TARGET, {})
-    own = block_params_from_tensors(found.config, found.tensors)
-    config, params = share_with_target(found.config, own, target)
-    assert config.own_head
-    np.testing.assert_array_equal(params.own["head"], head[jnp.asarray(KEPT)])
+    shared = share_with_target(read_block(SPECULATORS, tensors, TARGET, {}), target)
+    assert shared.config.own_head and shared.facts["head"] == "its own"
+    np.testing.assert_array_equal(shared.tensors["lm_head.weight"], head[list(KEPT)])

@@ -148,6 +148,7 @@ def test_nothing_is_ignored_in_silence():
         ({"hidden_size": 66}, "not a multiple"),
         ({"num_key_value_heads": 3}, "must be a multiple"),
         ({"vocab_size": "many"}, "'vocab_size' must be a whole number"),
+        ({"num_hidden_layers": 2**31}, "'num_hidden_layers' must be .* at most 65536"),
     ],
 )
 def test_errors_say_what_is_wrong(change, message):

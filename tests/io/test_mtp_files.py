@@ -10,6 +10,7 @@ import pytest
 from conftest import LLAMA, random_tensors, write_folder, write_gguf
 
 from jaxdec.io.checkpoint import CheckpointError, expected_tensors, shapes_of
+from jaxdec.io.drafters.layer_config import left_out
 from jaxdec.io.drafters.mtp import read_mtp, read_native, recognise
 from jaxdec.io.gguf import load_gguf
 from jaxdec.io.hf_config import config_from_hf
@@ -169,6 +170,15 @@ def test_native_layouts(tmp_path, family, layout, source, recycle):
     )
     assert changed.config.hidden_source == other
     assert any("overridden" in choice for choice in changed.facts["choices"])
+
+
+def test_a_fastmtp_fine_tune_reads_the_normed_state():
+    values = VALUES["mimo"] | {"mtp_loss_step_weights": [0.5, 0.3, 0.2]}
+    target = config_from_hf(values)
+    _, tensors = canonical(target)
+    found = read_native(values, in_layout("mimo", tensors), target)
+    assert (found.config.hidden_source, found.config.recycle) == ("post", "post")
+    assert any("FastMTP" in choice for choice in found.facts["choices"])
 
 
 def test_swapping_the_columns_is_an_override(tmp_path):
@@ -431,9 +441,12 @@ def test_speculators_configurations_are_differences():
     assert "mtp_layers.0.self_attn.q_norm.weight" in text
     assert "needs [4096, 8192]" in text
     layers |= SMALL | {"model_type": "llama", "max_position_embeddings": 64}
-    config, tensors = canonical(config_from_hf(layers | {"architectures": None}))
+    rope = {"rope_type": "default", "rope_theta": 777.0}
+    local = {"rope_type": "default", "rope_theta": 1.0}
+    by_kind = {"full_attention": rope, "sliding_attention": local}
+    config, tensors = canonical(config_from_hf(layers | {"rope_parameters": rope}))
     found = read_mtp(
-        speculators(layers),
+        speculators(layers | {"rope_parameters": by_kind}),
         in_layout("speculators", tensors)
         | {
             "model.embed_tokens.weight": np.ones((40, 16), np.float32),
@@ -442,6 +455,18 @@ def test_speculators_configurations_are_differences():
         None,
     )
     assert found.config.block == config.block and not found.config.block.qk_norm
+    given = [c for c in found.facts["choices"] if c.startswith("the layers'")]
+    assert given == []
+    del layers["vocab_size"]
+    text = "the layers' vocab_size is not given; 32000"
+    with pytest.raises(CheckpointError, match="needs .32000, 16"):
+        read_mtp(
+            speculators(layers),
+            in_layout("speculators", tensors)
+            | {"lm_head.weight": np.ones((40, 16), np.float32)},
+            None,
+        )
+    assert text in left_out(layers)
 
 
 def test_errors_list_all_tensors_by_their_names():

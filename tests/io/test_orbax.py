@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxdec.io.checkpoint import CheckpointError
-from jaxdec.io.orbax import load_params, save_params
+from jaxdec.io.orbax import load_metadata, load_params, save_params
 
 
 @pytest.fixture
@@ -57,6 +58,16 @@ def test_every_difference_is_listed(tmp_path, tree):
         "differs: layers/10/kernel",
     ):
         assert part in str(error.value)
+
+
+def test_metadata_is_read_without_arrays(tmp_path, tree, monkeypatch):
+    save_params(tmp_path / "p", tree, {"taps": [1, 2]})
+    monkeypatch.setattr(ocp.args, "PyTreeRestore", None)
+    assert load_metadata(tmp_path / "p") == {"taps": [1, 2]}
+    (tmp_path / "empty").mkdir()
+    for name, words in (("empty", "incomplete"), ("nothing", "is no folder")):
+        with pytest.raises(CheckpointError, match=words):
+            load_metadata(tmp_path / name)
 
 
 def test_what_cannot_be_saved_or_found(tmp_path, tree):

@@ -1,1 +1,1 @@
-"""Published drafters, one file per family: what they are, and their tensors."""
+"""Drafters as they are found on disk, in every format that is in circulation."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxdec.io.checkpoint import CheckpointError
-from jaxdec.io.drafters.block_fields import Fields, nothing_left, read_layers
+from jaxdec.io.drafters.block_settings import Settings, nothing_left, read_layers
 from jaxdec.models.config import ModelConfig
 
 _TRAINING_ONLY = (
@@ -86,13 +86,13 @@ class Described:
 
 def read_zlab(values: Mapping[str, Any], target: ModelConfig) -> Described:
     """z-lab DFlash: masks are filled in place, with the target's embedding and head."""
-    fields = Fields(values, "config.json")
+    fields = Settings(values, "config.json")
     if not isinstance(values.get("dflash_config"), Mapping):
         raise CheckpointError(
             "config.json has no 'dflash_config', so neither the mask token nor the "
             "layers to read are known; take it from the drafter's release"
         )
-    inner = Fields(fields.take("dflash_config"), "dflash_config")
+    inner = Settings(fields.take("dflash_config"), "dflash_config")
     for source in (fields, inner):
         source.must_be("projector_type", "dflash")
         source.must_be("attention_sink_bias", False)
@@ -179,7 +179,7 @@ def default_layer_ids(num_layers: int, num_target: int) -> tuple[int, ...]:
 
 def read_deepspec(values: Mapping[str, Any]) -> Described:
     """DeepSpec, whose "DFlash" is its DSpark without heads: anchor first, always."""
-    fields = Fields(values, "config.json")
+    fields = Settings(values, "config.json")
     num_target = fields.count("num_target_layers")
     ids = fields.ids("target_layer_ids")
     block_size = fields.count("block_size")
@@ -222,7 +222,7 @@ def read_deepspec(values: Mapping[str, Any]) -> Described:
 
 def read_speculators(values: Mapping[str, Any]) -> Described:
     """Speculators ``dflash`` and ``dspark``."""
-    fields = Fields(values, "config.json")
+    fields = Settings(values, "config.json")
     kind = fields.take("speculators_model_type")
     is_dspark = kind == "dspark"
     choices: dict[str, str] = {}
@@ -276,7 +276,7 @@ def read_speculators(values: Mapping[str, Any]) -> Described:
     nested = (_LLAMA if layer_kind == "llama" else _QWEN3) | nested
     if layer_kind == "llama" and nested.get("head_dim") is None:
         nested["head_dim"] = nested["hidden_size"] // nested["num_attention_heads"]
-    inner = Fields(nested, "transformer_layer_config")
+    inner = Settings(nested, "transformer_layer_config")
     inner.drop("mlp_bias")
     layers, windows = read_layers(inner, choices)
     fields.left["draft_vocab_size"] = or_default("draft_vocab_size", 32000)
@@ -329,7 +329,7 @@ def _from_anchor(is_dspark, bonus_anchor, num_drafted, block_size) -> tuple[bool
     return True, "the default of its class"
 
 
-def _markov(fields: Fields, rank: Any, default: str | None) -> tuple[str, int]:
+def _markov(fields: Settings, rank: Any, default: str | None) -> tuple[str, int]:
     kind = fields.take("markov_head_type", default)
     if rank == 0:
         return "none", 0

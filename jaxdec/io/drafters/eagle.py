@@ -17,6 +17,7 @@ from jaxdec.io.checkpoint import CheckpointError, check_finite, shapes_of
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.eagle_formats import find_format
 from jaxdec.io.drafters.eagle_settings import File
+from jaxdec.io.drafters.sharing import owner
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.eagle_config import EagleConfig
 from jaxdec.models.eagle_weights import expected_eagle_tensors, target_ids_of
@@ -81,13 +82,13 @@ def read_eagle(
     config = found.read(file)
     _check_pairing(config, target)
     tensors = {new: np.asarray(tensors[old]) for new, old in names.items()}
-    check_finite({k: x for k, x in tensors.items() if x.dtype in _FLOATS})
+    check_finite({names[k]: x for k, x in tensors.items() if x.dtype in _FLOATS})
     t2d = tensors.pop("t2d", None)
     if not config.is_reduced:
         _check_whole(tensors.pop("d2t", None))
     if "mask_hidden" in tensors:
         tensors["mask_hidden"] = tensors["mask_hidden"].reshape(-1)
-    _check_tensors(config, tensors)
+    _check_tensors(config, tensors, names)
     if config.is_reduced:
         _check_map(tensors["d2t"], t2d, config.layers.vocab_size)
     return DrafterCheckpoint(
@@ -210,19 +211,36 @@ def _check_map(d2t: np.ndarray, t2d: np.ndarray | None, vocab_size: int) -> None
         )
 
 
-def _check_tensors(config: EagleConfig, tensors: Mapping[str, np.ndarray]) -> None:
-    """Lists all missing, unexpected and mis-shaped tensors at once."""
+def _check_tensors(
+    config: EagleConfig,
+    tensors: Mapping[str, np.ndarray],
+    names: Mapping[str, str],
+) -> None:
+    """Lists all missing, unexpected and mis-shaped tensors, by their names in the file.
+
+    Args:
+        config: what the drafter is.
+        tensors: under canonical names.
+        names: of the file, by canonical name.
+    """
     expected = expected_eagle_tensors(config)
+    is_midlayer = any(old.endswith("midlayer." + new[9:]) for new, old in names.items())
+
+    def stored(name):
+        if name in names or not is_midlayer:
+            return names.get(name, name)
+        return re.sub(r"^layers\.0\.", "midlayer.", name)
+
     lists = {
-        "missing": [name for name in expected if name not in tensors],
-        "unexpected": [name for name in tensors if name not in expected],
+        "missing": [stored(name) for name in expected if name not in tensors],
+        "unexpected": [stored(name) for name in tensors if name not in expected],
         "wrong shape": [
-            f"{name}: has {list(tensors[name].shape)}, needs {list(shape)}"
+            f"{stored(name)}: has {list(tensors[name].shape)}, needs {list(shape)}"
             for name, shape in expected.items()
             if name in tensors and tensors[name].shape != shape
         ],
         "no floating-point numbers": [
-            f"{name}: {x.dtype}"
+            f"{stored(name)}: {x.dtype}"
             for name, x in tensors.items()
             if name != "d2t" and x.dtype not in _FLOATS
         ],
@@ -238,10 +256,6 @@ def _check_tensors(config: EagleConfig, tensors: Mapping[str, np.ndarray]) -> No
     raise CheckpointError("\n".join(lines))
 
 
-def _owner(is_own: bool) -> str:
-    return "its own" if is_own else "the target's"
-
-
 def _facts(config: EagleConfig, choices: list[str]) -> dict[str, Any]:
     layers = config.layers
     return {
@@ -250,8 +264,8 @@ def _facts(config: EagleConfig, choices: list[str]) -> dict[str, Any]:
         "taps": list(config.taps),
         "draft_length": config.draft_length,
         "vocabulary": [config.draft_vocab_size, layers.vocab_size],
-        "embedding": _owner(config.own_embedding),
-        "head": _owner(config.own_head),
+        "embedding": owner(config.own_embedding),
+        "head": owner(config.own_head),
         "norm_before_residual": config.norm_before_residual,
         "max_positions": layers.max_positions,
         "windows": list(layers.layer_windows),

@@ -93,15 +93,34 @@ def find_format(
     architecture = next(iter(values.get("architectures") or ()), None)
     if architecture in ("Qwen3Eagle3Model", "Gemma4Eagle3Model"):
         return _DEEPSPEC
-    if "layers.0.hidden_norm.weight" in shapes:
+    width = values.get("hidden_size")
+    if _has_wide_layer(width, shapes):
         if "mask_hidden" in shapes:
             return _PARALLEL
         is_descendant = architecture == "LlamaForCausalLMEagle3"
         return _SPECFORGE if is_descendant or "eagle_config" in values else _ORIGINAL_3
-    width = values.get("hidden_size")
-    if isinstance(width, int) and shapes.get("fc.weight") == (width, 2 * width):
+    # Block drafters with two taps have such a matrix too, and norms besides.
+    joins_two = isinstance(width, int) and shapes.get("fc.weight") == (width, 2 * width)
+    if joins_two and not {"norm.weight", "hidden_norm.weight"} & set(shapes):
+        return _ORIGINAL_1
+    if _has_bare_layer(shapes):
         return _ORIGINAL_1
     return None
+
+
+def _has_wide_layer(width: Any, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether the first layer reads an embedding beside its input: EAGLE-3."""
+    query = shapes.get("layers.0.self_attn.q_proj.weight", ())
+    is_wide = isinstance(width, int) and query[1:] == (2 * width,)
+    return is_wide or "layers.0.hidden_norm.weight" in shapes
+
+
+def _has_bare_layer(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether all there is, besides tables, is a layer without a norm: EAGLE-1."""
+    kinds = {name.split(".")[0] for name in shapes}
+    layers = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
+    has_norm = "layers.0.input_layernorm.weight" in shapes
+    return layers == {"0"} and not has_norm and not kinds & {"norm", "lm_head"}
 
 
 def _read_original_1(file: File) -> EagleConfig:
@@ -143,8 +162,9 @@ def _read_eagle3(file: File, *, is_original: bool = False) -> EagleConfig:
         taps=file.specforge_taps(),
         target_hidden_size=file.count("target_hidden_size", layers.hidden_size),
         draft_vocab_size=file.draft_vocab_size(layers),
-        own_embedding="embed_tokens.weight" in file.shapes,
-        own_head="lm_head.weight" in file.shapes,
+        # Those of parallel drafters are trained.
+        own_embedding=is_parallel or "embed_tokens.weight" in file.shapes,
+        own_head=True,
         mask_token=file.mask_token() if is_parallel else None,
         draft_length=file.draft_length(None, DEFAULT_LENGTH),
         **file.norms(),
@@ -186,8 +206,8 @@ def _read_deepspec(file: File) -> EagleConfig:
         target_hidden_size=layers.hidden_size,
         wide_layers=layers.num_layers,
         draft_vocab_size=layers.vocab_size,
-        own_embedding="embed_tokens.weight" in file.shapes,
-        own_head="lm_head.weight" in file.shapes,
+        own_embedding=True,
+        own_head=True,
         draft_length=file.draft_length(file.values.get("ttt_length"), 7),
     )
 
@@ -198,6 +218,8 @@ def _read_speculators(file: File) -> EagleConfig:
     own |= {"mask_token_id", "ptd_token_id", *_SWITCHES}
     file.refuse_unknown(own | _HARMLESS)
     is_parallel = file.values["speculators_model_type"] == "peagle"
+    # What was trained must be there; a frozen embedding is the target's.
+    is_trained = bool(file.values.get("embed_requires_grad", is_parallel))
     layers = _speculators_layers(file)
     methods = file.mapping("speculators_config").get("proposal_methods") or [{}]
     stored = methods[0].get("speculative_tokens")
@@ -206,7 +228,7 @@ def _read_speculators(file: File) -> EagleConfig:
         taps=file.taps(file.values.get(IDS)),
         target_hidden_size=file.count("target_hidden_size", layers.hidden_size),
         draft_vocab_size=file.draft_vocab_size(layers),
-        own_embedding="embed_tokens.weight" in file.shapes,
+        own_embedding=is_trained or "embed_tokens.weight" in file.shapes,
         own_head="lm_head.weight" in file.shapes,
         mask_token=file.mask_token() if is_parallel else None,
         draft_length=file.draft_length(stored, 8 if is_parallel else DEFAULT_LENGTH),

@@ -23,7 +23,7 @@ _LLAMA = {
 }
 _QWEN = _LLAMA | {"vocab_size": 151936, "intermediate_size": 22016}
 _HYBRID = {"num_attention_heads": 16, "head_dim": 256}
-_CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
+CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "mistral": _LLAMA | {"intermediate_size": 14336},
     "qwen2": _QWEN,
@@ -55,6 +55,8 @@ _CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
+"""What a configuration means where it leaves a setting out, by ``model_type``."""
+
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Most layers of these have linear attention. Their MTP modules are full-attention
 layers with a gate; norms multiply by 1 + w, and a part of each head is rotated."""
@@ -77,6 +79,17 @@ def model_type(values: Mapping[str, Any]) -> str:
     return values.get("model_type") or "qwen3"
 
 
+def left_out(values: Mapping[str, Any]) -> list[str]:
+    """The settings that a difference does not give, with what they then are."""
+    kind = model_type(values)
+    given = {"model_type": kind} | CLASS_DEFAULTS.get(kind, {})
+    return [
+        f"the layers' {name} is not given; {value}"
+        for name, value in given.items()
+        if values.get(name) is None
+    ]
+
+
 def full_attention_config(values: Mapping[str, Any]) -> ModelConfig:
     """The layers of a configuration (or of a difference) as full-attention ones.
 
@@ -88,7 +101,10 @@ def full_attention_config(values: Mapping[str, Any]) -> ModelConfig:
     # What the model is called that has such layers says nothing about them.
     skipped = _OF_WINDOWS | {"architectures"}
     given = {name: value for name, value in values.items() if name not in skipped}
-    whole = {"model_type": kind} | _CLASS_DEFAULTS.get(kind, {}) | given
+    whole = {"model_type": kind} | CLASS_DEFAULTS.get(kind, {}) | given
+    ropes = whole.get("rope_parameters")
+    if isinstance(ropes, Mapping) and isinstance(ropes.get("full_attention"), Mapping):
+        whole["rope_parameters"] = ropes["full_attention"]
     if kind in HYBRID:
         return _hybrid(whole, kind)
     if kind == "mistral":

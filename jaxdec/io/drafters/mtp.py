@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
-from jaxdec.io.drafters.layer_config import HYBRID, full_attention_config
+from jaxdec.io.drafters.layer_config import HYBRID, full_attention_config, left_out
 from jaxdec.io.drafters.mtp_layouts import NATIVE, SPECULATORS, Found, find_modules
 from jaxdec.io.drafters.mtp_tensors import NORM, Choices, ModuleReader
 from jaxdec.io.hf_fields import HARMLESS, Fields
@@ -174,7 +174,7 @@ def _read_speculators(values, tensors, target, overrides) -> DrafterCheckpoint:
             embedding_scale=target.embedding_scale,
             logit_softcap=target.logit_softcap,
         )
-    choices = Choices(found.layout, overrides)
+    choices = Choices(found.layout, overrides, left_out(layers))
     if block.family in HYBRID:
         choices.default("gains", "1+w", block.family)
     reader = ModuleReader(

@@ -33,7 +33,13 @@ OVERRIDES = {
 class Choices:
     """What files do not say: by default of a layout or family, or overridden."""
 
-    def __init__(self, layout: Layout, overrides: Mapping[str, Any] | None):
+    def __init__(
+        self,
+        layout: Layout,
+        overrides: Mapping[str, Any] | None,
+        notes: Iterable[str] = (),
+    ):
+        self._notes = list(notes)
         self._given = dict(overrides or {})
         for name, value in self._given.items():
             if value not in OVERRIDES.get(name, ()):
@@ -63,7 +69,7 @@ class Choices:
 
     def explained(self) -> list[str]:
         """Every choice in words, with its reason."""
-        return [
+        return self._notes + [
             f"{name}={self[name]}: overridden (default {value})"
             if name in self._given
             else f"{name}={value}: default of {reason}; override {name} to change it"
@@ -117,8 +123,10 @@ class ModuleReader:
         self._check_shapes(config, sources)
         read = {name: self._read(config, name, sources[name]) for name in sources}
         tables, origins = self._tables(config)
-        # Under the names that a reader finds in the file.
-        check_finite({sources[name]: tensor for name, tensor in read.items()} | tables)
+        # Under the names that a reader finds in the file; two parts may share one.
+        found = {"embedding.weight": EMBEDDING, "head.weight": HEAD} | sources
+        for name, tensor in (read | tables).items():
+            check_finite({found[name]: tensor})
         config = dataclasses.replace(
             config,
             own_embedding="embedding.weight" in tables,
@@ -132,6 +140,7 @@ class ModuleReader:
             "concat": self.choices["concat"],
             "taps": list(config.taps),
             "vocab_size": config.block.vocab_size,
+            "attention": "full",
             **origins,
             **facts,
             "choices": self.choices.explained(),

@@ -19,6 +19,7 @@ from jaxdec.io.safetensors import (
     read_json,
 )
 from jaxdec.io.storage import Progress
+from jaxdec.io.torch_files import read_torch_file
 from jaxdec.models.config import ModelConfig
 
 _FORMATS = ("F32", "F16", "BF16", "F64", "I64", "I32", "BOOL", "U8")
@@ -43,6 +44,7 @@ class StoredDrafter:
     format: str
     """Who writes such files, in words."""
     source: str
+    folder: Path
     content_hash: str
 
 
@@ -64,9 +66,7 @@ def open_drafter(name: str | Path, progress: Progress | None = None) -> StoredDr
         )
     values = read_json(folder / "config.json")
     if (folder / _PICKLED).exists() and not list(folder.glob("*.safetensors*")):
-        from jaxdec.io.torch_files import open_torch_file
-
-        tensors = open_torch_file(folder / _PICKLED)
+        tensors = read_torch_file(folder / _PICKLED)
         content = (folder / _PICKLED).read_bytes()
         digest = hashlib.sha256((folder / "config.json").read_bytes() + content)
         content_hash = digest.hexdigest()
@@ -98,6 +98,7 @@ def open_drafter(name: str | Path, progress: Progress | None = None) -> StoredDr
         family=family,
         format=kind,
         source=str(name),
+        folder=folder,
         content_hash=content_hash,
     )
 

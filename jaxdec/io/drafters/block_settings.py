@@ -15,7 +15,7 @@ from jaxdec.models.config import ModelConfig
 _REQUIRED = object()
 
 
-class Fields:
+class Settings:
     """The fields of a configuration, taken out one by one."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
@@ -82,7 +82,7 @@ class Fields:
 
 
 def read_layers(
-    fields: Fields, choices: dict[str, str]
+    fields: Settings, choices: dict[str, str]
 ) -> tuple[ModelConfig, tuple[int | None, ...]]:
     """The drafter's layers, read as a Qwen3 decoder, and their windows."""
     kinds = fields.take("layer_types", None)
@@ -125,7 +125,7 @@ def _one_rope(settings: Mapping[str, Any], choices: dict[str, str]) -> Any:
     return settings[kind]
 
 
-def nothing_left(fields: Fields) -> None:
+def nothing_left(fields: Settings) -> None:
     """Raises for fields that nobody took and that say something."""
     unknown = {
         name: value
