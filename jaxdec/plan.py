@@ -1,67 +1,81 @@
 """Does it fit, and what does a step cost: from a configuration alone.
 
-    plan = jaxdec.plan("qwen3-8b", ["greedy", "eagle3"], topology="v5e:2x2")
+    from jaxdec.plan import plan
+    plan("qwen3-8b", ["greedy", "eagle3"], topology="v5e:2x2")
 
-Needs no weights and no accelerator. Every strategy's two programs, prefill and the
-whole decode loop, are compiled ahead of time for the devices of a topology, with arrays
-split over them as `jaxdec.load(..., mesh=...)` splits them; the compiler says what they
-take of memory. FLOPs and bytes of one step are counted by walking the traced program
-with lengths given, loop bodies times their trips (`jaxdec.planning.work`), at full
-depth. XLA's own count of FLOPs, which has each body once, is compared with the same
-walk counted that way (`StrategyPlan.flops_against_xla`).
+Needs no weights and no accelerator. The whole decode loop of every strategy, built as
+the library builds it, is compiled ahead of time for the devices of a topology, with
+arrays split over them as `jaxdec.load(..., mesh=...)` splits them; the compiler says
+what it takes of memory. FLOPs and bytes of one step are counted by walking the traced
+step (`jaxdec.planning.work`), which knows how often each loop turns.
+
+Compiling tens of layers takes minutes, and layers are alike. So two small depths are
+compiled and a line through them is drawn to the model's own; `full=True` compiles all.
 
 The time of a step is a floor: bytes over bandwidth, or FLOPs over peak if that takes
 longer. What devices say to one another, and every wait, comes on top, for plain
-decoding too. So the ratio of two floors, the *break-even tokens per step*, is worth
-more than either: a strategy pays if it commits more tokens a step than that.
+decoding too. So the ratio of two floors, the *break-even*, is worth more than either:
+a strategy pays where it commits more tokens a step than that.
 """
 
+import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
+from jaxdec import decoding, program
 from jaxdec.abstract_lm import (
+    STRATEGIES,
     abstract_lm,
-    least_depth,
-    model_bytes,
+    check_strategy,
+    shallow,
     strategy_of,
-    target_at_depth,
 )
-from jaxdec.ahead import (
-    Setting,
-    build,
-    compiled,
-    lowered,
-    no_compilation_cache,
-    step_work,
-)
-from jaxdec.io.cache import open_checkpoint
+from jaxdec.cache import KVCache
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.hf_config import config_from_hf
+from jaxdec.lm import LM
+from jaxdec.models import sharding
 from jaxdec.models.config import ModelConfig
 from jaxdec.planning import presets, work
-from jaxdec.planning.chips import find_topology
-from jaxdec.planning.memory import ProgramMemory, at_depth, memory_of
-from jaxdec.strategies import StrategyConfig, greedy
+from jaxdec.planning.chips import Topology, find_topology
+from jaxdec.sampling_params import make_sampling_params
+from jaxdec.types import Strategy, StrategyParams
 
-DEFAULT_STRATEGIES = (
-    "greedy",
-    "lookup",
-    "self_draft",
-    "eagle3",
-    "eagle3_tree",
-    "dflash",
-    "dspark",
-)
-SPACING = 2
-"""Layers between the two depths that memory is extrapolated from."""
+DEPTHS = (6, 8)
+"""Layers that are compiled; enough for `self_draft`, whose drafter is six of them."""
+NUM_SLOTS, NUM_STOP_SLOTS, NUM_BIAS_SLOTS = 64, 4, 8
+"""Room of the programs for records of steps, stop tokens and biases."""
+
+WEIGHTS, KV, OTHER = "weights", "kv", "other"
+"""Labels under which bytes are counted."""
 
 Progress = Callable[[int, int, str], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device while the loop runs."""
+
+    weights: int
+    """Of target and drafter."""
+    state: int
+    """Of caches, tokens and all else that passes from step to step."""
+    temporary: int
+    """Results, records of steps, and code."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.state + self.temporary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,33 +84,21 @@ class StrategyPlan:
 
     strategy: str
     draft_length: int
+    """K; of a tree, its nodes."""
     max_tokens_per_step: int
-    weight_bytes: int
-    """Of target and drafter."""
-    state_bytes: int
-    """Of KV state, tokens and all that passes from step to step."""
-    memory: Mapping[str, ProgramMemory | None]
-    """Of ``prefill`` and ``loop``; None where the compiler refused."""
-    peak_bytes: int
-    """The larger of the two, and the other's code."""
+    memory: Memory | None
+    """None where the compiler refused, even with few layers."""
     fits: bool
     flops: float
-    matmul_flops: float
     bytes_by_label: Mapping[str, float]
-    memory_ms: float
-    """What reading and writing the bytes takes at best."""
-    compute_ms: float | None
-    """What the FLOPs take at best."""
-    break_even_tokens_per_step: float
-    """Tokens per step at which it is as fast as plain decoding."""
-    tokens_per_step: float
-    """What `tokens_per_second` is told for."""
-    tokens_per_second: float
-    """Of all requests, at best."""
-    flops_against_xla: float | None
-    """The walk's FLOPs over XLA's, each body once; None where nothing was compiled."""
     num_open_loops: int
-    compiled_layers: tuple[int, ...]
+    """Loops that were counted once because their end depends on data."""
+    step_ms: float
+    """What bytes or FLOPs take at best."""
+    bound_by: str
+    """"memory" or "compute"."""
+    break_even: float
+    """Tokens a step at which it is as fast as plain decoding."""
     compile_s: float
 
     @property
@@ -104,29 +106,12 @@ class StrategyPlan:
         """Read and written in a step."""
         return sum(self.bytes_by_label.values())
 
-    @property
-    def step_ms(self) -> float:
-        """The floor."""
-        return max(self.memory_ms, self.compute_ms or 0.0)
-
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
-        values = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name != "memory"
-        }
-        return values | {
-            "bytes_by_label": dict(self.bytes_by_label),
-            "compiled_layers": list(self.compiled_layers),
-            "num_bytes": self.num_bytes,
-            "step_ms": self.step_ms,
-            "bound_by": "memory" if self.step_ms == self.memory_ms else "compute",
-            "memory": {
-                name: None if found is None else found.to_dict()
-                for name, found in self.memory.items()
-            },
-        }
+        found = dataclasses.asdict(self) | {"num_bytes": self.num_bytes}
+        if self.memory is not None:
+            found["memory"]["total"] = self.memory.total
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,32 +120,43 @@ class Plan:
 
     settings: Mapping[str, Any]
     strategies: tuple[StrategyPlan, ...]
-    notes: tuple[str, ...]
-
-    def __getitem__(self, strategy: str) -> StrategyPlan:
-        return {s.strategy: s for s in self.strategies}[strategy]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
-        return {
-            "settings": dict(self.settings),
-            "strategies": [s.to_dict() for s in self.strategies],
-            "notes": list(self.notes),
-        }
+        strategies = [item.to_dict() for item in self.strategies]
+        return {"settings": dict(self.settings), "strategies": strategies}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all strategies share."""
+
+    config: ModelConfig
+    topology: Topology
+    batch_size: int
+    capacity: int
+    dtype: str
+    cache_dtype: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Built:
+    """A strategy, and the shapes of its arrays and its state."""
+
+    strategy: Strategy
+    params: StrategyParams
+    state: Any
 
 
 def plan(
     model: str | Path | ModelConfig = "qwen3-8b",
-    strategies: Sequence[str | StrategyConfig] = DEFAULT_STRATEGIES,
+    strategies: Sequence[str] = STRATEGIES,
     *,
-    topology: str = "v5e:2x2",
+    topology: str | Topology = "v5e:2x2",
     batch_size: int = 1,
     capacity: int = 4096,
-    context: int | None = None,
     dtype: str = "bfloat16",
     cache_dtype: str = "float32",
-    tokens_per_step: float = 3.0,
-    data: int = 1,
     full: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
@@ -168,21 +164,16 @@ def plan(
 
     Args:
         model: a name (`jaxdec.planning.presets.TARGETS`), a ``config.json`` or the
-            folder of one, a GGUF file, or a configuration.
-        strategies: names (`jaxdec.abstract_lm.STRATEGIES`; drafters are of published
-            shape) or configurations. Plain decoding is always counted.
-        topology: of a TPU, such as ``"v5e:2x2"``, ``"v6e:1x1"``, ``"v5p:2x2x1"``; or
-            ``"cpu"`` for this machine.
+            folder of one, or a configuration.
+        strategies: names (`jaxdec.abstract_lm.STRATEGIES`); drafters are of published
+            shape.
+        topology: of a TPU, such as ``"v5e:2x2"``, ``"v6e:1x1"``, ``"v5p:2x2x1"``.
         batch_size: requests at once.
-        capacity: slots of the caches, for prompt and output.
-        context: tokens that are live when the step is counted; None is half of the
-            capacity.
+        capacity: slots of the caches, for prompt and output; in the step that is
+            counted half of them are live.
         dtype: of the weights.
         cache_dtype: of keys and values; the default is that of `jaxdec.load`.
-        tokens_per_step: committed a step, for which tokens per second are told (plain
-            decoding has 1, and no strategy more than it can commit).
-        data: groups that share the requests; the devices of each share the weights.
-        full: compile all layers; else two small depths, and a line through them.
+        full: compile all layers.
         progress: told ``(done, total, what)``.
 
     Raises:
@@ -190,49 +181,35 @@ def plan(
             the topology.
         jaxdec.io.checkpoint.CheckpointError: the configuration cannot be read.
     """
-    _check(batch_size, capacity, tokens_per_step, dtype, cache_dtype)
     name, config = _target(model)
-    found = find_topology(topology)
-    mesh = found.mesh(data)
-    lm = abstract_lm(config, name=name, dtype=dtype, cache_dtype=cache_dtype, mesh=mesh)
-    chosen = [
-        s if isinstance(s, StrategyConfig) else strategy_of(s, lm, mesh)
-        for s in strategies
-    ]
-    if not chosen:
-        raise ValueError("no strategy to plan for; give a name such as 'greedy'")
+    _check(strategies, batch_size, dtype, cache_dtype)
     setting = Setting(
-        lm=lm,
-        mesh=mesh,
-        topology=found,
+        config=config,
+        topology=find_topology(topology) if isinstance(topology, str) else topology,
         batch_size=batch_size,
         capacity=capacity,
-        context=capacity // 2 if context is None else context,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
     )
-    tell = progress or (lambda done, total, text: None)
-    plain = step_work(build(setting, greedy()), setting)
+    depths = DEPTHS if config.num_layers > DEPTHS[1] and not full else ()
+    plain_ms, _ = _floor(step_work(build("greedy", setting), setting), setting)
     plans = []
-    with no_compilation_cache(found.platform):
-        for i, strategy in enumerate(chosen):
-            tell(i, len(chosen), f"{strategy.name}: compiling for {topology}")
-            plans.append(_plan_one(strategy, setting, plain, tokens_per_step, full))
-    return Plan(
-        settings=_settings(setting, data),
-        strategies=tuple(plans),
-        notes=_notes(plans, setting),
-    )
+    with _no_compilation_cache():
+        for i, strategy in enumerate(strategies):
+            if progress is not None:
+                progress(i, len(strategies), f"{strategy}: compiling")
+            plans.append(_plan_one(strategy, setting, plain_ms, depths))
+    settings = _settings(name, setting, depths or (config.num_layers,))
+    return Plan(settings=settings, strategies=tuple(plans))
 
 
-def _check(batch_size, capacity, tokens_per_step, dtype, cache_dtype) -> None:
-    for name, value in (("batch_size", batch_size), ("capacity", capacity)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(
-                f"{name} must be a whole number of at least 1, got {value!r}"
-            )
-    if not tokens_per_step >= 1:
-        raise ValueError(
-            f"a step commits at least one token, got tokens_per_step={tokens_per_step}"
-        )
+def _check(strategies, batch_size, dtype, cache_dtype) -> None:
+    if not strategies:
+        raise ValueError("no strategy to plan for; give a name such as 'greedy'")
+    for strategy in strategies:
+        check_strategy(strategy)
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     for name, value in (("dtype", dtype), ("cache_dtype", cache_dtype)):
         if value not in ("float32", "bfloat16"):
             raise ValueError(f"{name} must be 'float32' or 'bfloat16', got {value!r}")
@@ -241,164 +218,242 @@ def _check(batch_size, capacity, tokens_per_step, dtype, cache_dtype) -> None:
 def _target(model: str | Path | ModelConfig) -> tuple[str, ModelConfig]:
     """A name for a model, and its configuration."""
     if isinstance(model, ModelConfig):
-        return model.family, model
-    if str(model) in presets.TARGETS:
-        return str(model), presets.TARGETS[str(model)]
-    path = Path(model).expanduser()
-    if path.suffix == ".gguf":
-        return path.stem, open_checkpoint(path).config
+        name, config = model.family, model
+    elif str(model) in presets.TARGETS:
+        name, config = str(model), presets.TARGETS[str(model)]
+    else:
+        name, config = str(model), _read_config(Path(model).expanduser())
+    if config.moe is not None:
+        raise ValueError(
+            f"{name} is a mixture of experts, and which of them a step reads depends "
+            "on its tokens; plan for a dense model"
+        )
+    return name, config
+
+
+def _read_config(path: Path) -> ModelConfig:
     file = path / "config.json" if path.is_dir() else path
-    if not file.is_file() or file.suffix != ".json":
+    if not file.is_file():
         raise CheckpointError(
-            f"no model {str(model)!r} to plan for; give a config.json, the folder of "
-            f"one, a .gguf file, or one of {', '.join(presets.TARGETS)}"
+            f"no model {str(path)!r} to plan for; give a config.json, the folder of "
+            f"one, or one of {', '.join(presets.TARGETS)}"
         )
     try:
         values = json.loads(file.read_text())
     except ValueError as error:
         raise CheckpointError(f"{file} is no JSON: {error}; fetch it again") from None
-    return str(model), config_from_hf(values)
+    return config_from_hf(values)
+
+
+def build(name: str, setting: Setting, depth: int | None = None) -> Built:
+    """A strategy as the library builds it, over shapes.
+
+    Args:
+        name: of the strategy.
+        setting: what all strategies share.
+        depth: the first so many layers of the target; None is all.
+    """
+    mesh, config = setting.topology.mesh, setting.config
+    config = config if depth is None else shallow(config, depth)
+    dtypes = dict(dtype=setting.dtype, cache_dtype=setting.cache_dtype)
+    lm = abstract_lm(config, mesh, **dtypes)
+    strategy, params, request = _program(strategy_of(name, lm, mesh), lm, setting)
+    state = jax.eval_shape(strategy.prefill, params, request)
+    return Built(
+        strategy=strategy, params=params, state=sharding.abstract(state, mesh)
+    )
+
+
+def _program(config: Any, lm: LM, setting: Setting) -> tuple[Any, Any, Any]:
+    key = program.ProgramKey(
+        config=config,
+        batch_size=setting.batch_size,
+        capacity=setting.capacity,
+        num_slots=NUM_SLOTS,
+        num_stop_slots=NUM_STOP_SLOTS,
+        num_bias_slots=NUM_BIAS_SLOTS,
+    )
+    return *program.build(lm, key), program.abstract_request(lm, key)
 
 
 def _plan_one(
-    config: StrategyConfig,
-    setting: Setting,
-    plain: work.Work,
-    tokens_per_step: float,
-    full: bool,
+    name: str, setting: Setting, plain_ms: float, depths: tuple[int, ...]
 ) -> StrategyPlan:
-    started = time.perf_counter()
-    whole = build(setting, config)
+    whole, device = build(name, setting), setting.topology.device
     step = step_work(whole, setting)
-    depths = _depths(config, setting.lm.config, full)
-    memory, wanted, against = _memory(config, setting, depths)
-    device = setting.topology.device
-    peak = max(
-        wanted or 0,
-        *(m.total for m in memory.values() if m is not None),
-        0,
-    )
-    if all(memory.values()):
-        # Both executables are loaded while one of them runs.
-        peak = max(
-            memory["prefill"].total + memory["loop"].code,
-            memory["loop"].total + memory["prefill"].code,
-        )
-    depth = whole.strategy.max_length
-    if config.length and getattr(config, "tree", None) is not None:
-        depth = config.tree.depth
-    most = depth + 1
-    tokens = min(tokens_per_step, most)
-    times = _times(step, device)
-    floor, plain_floor = max(times), max(_times(plain, device))
+    started = time.perf_counter()
+    shapes = [build(name, setting, depth) for depth in depths] or [whole]
+    found = [loop_memory(built, setting) for built in shapes]
+    compile_s = time.perf_counter() - started
+    memory = found[0]
+    if None in found:
+        memory = None
+    elif depths:
+        memory = at_depth(*found, depths, setting.config.num_layers)
+    step_ms, bound_by = _floor(step, setting)
+    max_depth = jax.eval_shape(whole.strategy.step, whole.params, whole.state)[1].path
     return StrategyPlan(
-        strategy=config.name,
-        draft_length=config.length,
-        max_tokens_per_step=most,
-        weight_bytes=model_bytes(whole.params),
-        state_bytes=model_bytes(whole.state),
+        strategy=name,
+        draft_length=whole.strategy.max_length,
+        max_tokens_per_step=max_depth.shape[1],
         memory=memory,
-        peak_bytes=peak,
-        fits=peak <= device.memory_bytes,
+        fits=memory is not None and memory.total <= device.memory_bytes,
         flops=step.flops,
-        matmul_flops=step.matmul_flops,
         bytes_by_label=step.bytes_by_label,
-        memory_ms=1e3 * times[0],
-        compute_ms=1e3 * times[1] if device.flops_per_s else None,
-        break_even_tokens_per_step=floor / plain_floor,
-        tokens_per_step=tokens,
-        tokens_per_second=setting.batch_size * tokens / floor,
-        flops_against_xla=against,
         num_open_loops=step.num_open_loops,
-        compiled_layers=depths,
-        compile_s=time.perf_counter() - started,
+        step_ms=step_ms,
+        bound_by=bound_by,
+        break_even=step_ms / plain_ms,
+        compile_s=compile_s,
     )
 
 
-def _times(step: work.Work, device: Any) -> tuple[float, float]:
-    """Seconds for the bytes and for the FLOPs, at best."""
-    compute = step.flops / device.flops_per_s if device.flops_per_s else 0.0
-    return step.num_bytes / device.bytes_per_s, compute
+def loop_memory(built: Built, setting: Setting) -> Memory | None:
+    """What the compiled decode loop takes; None where the compiler refuses.
 
+    A drafter holds some of the target's arrays: each goes in once, as the one buffer
+    that it is.
+    """
+    leaves, tree = jax.tree.flatten(built.params)
+    unique = {id(leaf): leaf for leaf in leaves}
+    places = {key: i for i, key in enumerate(unique)}
+    index = [places[id(leaf)] for leaf in leaves]
+    held = sharding.on_mesh(built.strategy, setting.topology.mesh)
 
-def _depths(config: StrategyConfig, target: ModelConfig, full: bool) -> tuple[int, ...]:
-    """How many layers of the target to compile: all, or two numbers of them."""
-    first = max(SPACING, least_depth(config))
-    is_small = first + SPACING >= target.num_layers
-    if full or is_small or target_at_depth(target, first) is None:
-        return (target.num_layers,)
-    return (first, first + SPACING)
+    def step(arrays, state):
+        return held.step(jax.tree.unflatten(tree, [arrays[i] for i in index]), state)
 
-
-def _memory(
-    config: StrategyConfig, setting: Setting, depths: tuple[int, ...]
-) -> tuple[dict[str, ProgramMemory | None], int | None, float | None]:
-    """Memory of both programs; what the compiler said it wants; FLOPs against XLA's."""
-    depth = setting.lm.config.num_layers
-    found: dict[str, list[ProgramMemory | None]] = {"prefill": [], "loop": []}
-    wanted, against = None, None
-    for layers in depths:
-        built = build(setting, config, 0 if layers == depth else layers)
-        for name, item in lowered(built, setting.topology.platform).items():
-            executable, needs = compiled(item, setting.topology.platform)
-            wanted = max(wanted or 0, needs or 0) or None
-            found[name].append(None if executable is None else memory_of(executable))
-            if name == "loop" and executable is not None:
-                ours = step_work(built, setting, as_written=True)
-                against = ours.flops / executable.cost_analysis()["flops"]
-    if len(depths) == 1:
-        return {name: items[0] for name, items in found.items()}, wanted, against
-    return (
-        {
-            name: None if None in items else at_depth(*items, depths, depth)
-            for name, items in found.items()
-        },
-        wanted,
-        against,
+    loop = decoding.jit_programs(held._replace(step=step), NUM_SLOTS).generate
+    steps = jax.ShapeDtypeStruct((), jnp.int32)
+    lowered = loop.trace(list(unique.values()), built.state, steps).lower(
+        lowering_platforms=("tpu",)
+    )
+    try:
+        found = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "Ran out of memory" in str(error):
+            return None
+        raise
+    new = found.output_size_in_bytes - found.alias_size_in_bytes
+    weights = sum(_device_bytes(leaf) for leaf in unique.values())
+    return Memory(
+        weights=weights,
+        state=found.argument_size_in_bytes - weights,
+        temporary=found.temp_size_in_bytes + new + found.generated_code_size_in_bytes,
     )
 
 
-def _settings(setting: Setting, data: int) -> dict[str, Any]:
-    lm, device = setting.lm, setting.topology.device
+def at_depth(
+    first: Memory, second: Memory, depths: tuple[int, int], depth: int
+) -> Memory:
+    """The line through two depths, at a third.
+
+    >>> two = Memory(weights=30, state=4, temporary=1)
+    >>> four = Memory(weights=50, state=8, temporary=1)
+    >>> at_depth(two, four, (2, 4), 36)
+    Memory(weights=370, state=72, temporary=1)
+    """
+    turns = (depth - depths[1]) / (depths[1] - depths[0])
+    low, high = dataclasses.asdict(first), dataclasses.asdict(second)
+    return Memory(**{k: round(high[k] + (high[k] - low[k]) * turns) for k in low})
+
+
+def step_work(built: Built, setting: Setting) -> work.Work:
+    """What one step does in mid-generation, greedy: half of the capacity is live."""
+    live, room = setting.capacity // 2, setting.capacity - built.strategy.headroom
+    return work.count(
+        built.strategy.step,
+        (built.params, built.state),
+        (
+            jax.tree.map(lambda x: _operand(x, WEIGHTS), built.params),
+            _state_operands(built.state, setting.batch_size, min(live, room - 1), room),
+        ),
+    )
+
+
+def _operand(leaf: jax.ShapeDtypeStruct, label: str) -> work.Operand:
+    part = _device_bytes(leaf) / max(leaf.size * leaf.dtype.itemsize, 1)
+    return work.Operand(label=label, share=part)
+
+
+def _state_operands(state: Any, batch_size: int, live: int, limit: int) -> Any:
+    """What is known of a state of `live` tokens."""
+
+    def given(leaf, value):
+        return work.Operand(value=np.broadcast_to(value, leaf.shape).astype(leaf.dtype))
+
+    def part(path, node):
+        if isinstance(node, KVCache):
+            caches = jax.tree.map(lambda leaf: _operand(leaf, KV), node)
+            return caches.replace(length=given(node.length, live - 1))
+        # Of a draft model: nothing is left from the step before, whose draft failed.
+        is_left = path[-1:] in _LEFT
+        return given(node, 0) if is_left else _operand(node, OTHER)
+
+    tree_map = jax.tree_util.tree_map_with_path
+    known = tree_map(part, state, is_leaf=lambda node: isinstance(node, KVCache))
+    sequences = state.sequences
+    sampling = make_sampling_params(batch_size, num_bias_slots=NUM_BIAS_SLOTS)
+    values = dict(
+        length=live,
+        prompt_length=1,
+        limit=limit,
+        finish=0,
+        max_draft_length=limit,
+        num_stop_tokens=0,
+    )
+    fields = {key: given(getattr(sequences, key), v) for key, v in values.items()}
+    asked = jax.tree.map(given, sequences.sampling, sampling)
+    return known.replace(sequences=known.sequences.replace(sampling=asked, **fields))
+
+
+_LEFT = tuple(
+    (jax.tree_util.GetAttrKey(name),) for name in ("num_unread", "tail_length")
+)
+
+
+def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of the part of an array that one device holds."""
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    return int(np.prod(shape, dtype=np.int64)) * leaf.dtype.itemsize
+
+
+def _floor(step: work.Work, setting: Setting) -> tuple[float, str]:
+    """Milliseconds that a step takes at best, and of what."""
+    device = setting.topology.device
+    memory = 1e3 * step.num_bytes / device.bytes_per_s
+    compute = 1e3 * step.flops / device.flops_per_s
+    return (memory, "memory") if memory >= compute else (compute, "compute")
+
+
+def _settings(name: str, setting: Setting, depths: Sequence[int]) -> dict[str, Any]:
+    device = setting.topology.device
+    mesh = setting.topology.mesh
+    lm = abstract_lm(setting.config, mesh, dtype=setting.dtype, cache_dtype="float32")
     return {
-        "model": lm.name,
-        "family": lm.config.family,
-        "num_layers": lm.config.num_layers,
-        "num_params": sum(x.size for x in jax.tree.leaves(lm.params)),
-        "dtype": lm.dtype,
-        "cache_dtype": lm.cache_dtype,
+        "model": name,
+        "num_layers": setting.config.num_layers,
+        "compiled_layers": list(depths),
+        "num_params": lm.num_params,
+        "dtype": setting.dtype,
+        "cache_dtype": setting.cache_dtype,
         "topology": setting.topology.name,
-        "platform": setting.topology.platform,
-        "num_devices": len(setting.topology.devices),
-        "data": data,
-        "device": device.kind,
-        "device_memory_bytes": device.memory_bytes,
-        "device_bytes_per_s": device.bytes_per_s,
-        "device_flops_per_s": device.flops_per_s,
+        "num_devices": mesh.size,
+        "device": dataclasses.asdict(device),
         "batch_size": setting.batch_size,
         "capacity": setting.capacity,
-        "context": setting.context,
         "jax": jax.__version__,
     }
 
 
-def _notes(plans: Sequence[StrategyPlan], setting: Setting) -> tuple[str, ...]:
-    notes = []
-    depth = setting.lm.config.num_layers
-    if any(p.compiled_layers != (depth,) for p in plans):
-        layers = sorted({n for p in plans for n in p.compiled_layers})
-        notes.append(
-            f"memory is a line through {', '.join(map(str, layers))} layers, drawn to "
-            f"{depth} (--full compiles them all); FLOPs and bytes are of all {depth}"
-        )
-    if any(None in p.memory.values() for p in plans):
-        notes.append(
-            "the compiler refused what does not fit; peak is what it asked for"
-        )
-    if any(p.num_open_loops for p in plans) and setting.lm.config.moe is not None:
-        notes.append("every token of a draft is taken to call on experts of its own")
-    notes.append(
-        "times are floors, without communication between devices; break-even is the "
-        "ratio of two of them"
-    )
-    return tuple(notes)
+@contextlib.contextmanager
+def _no_compilation_cache() -> Iterator[None]:
+    """An executable for a device that is not here could not be read back."""
+    was = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was)
+        compilation_cache.reset_cache()

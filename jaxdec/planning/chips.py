@@ -1,29 +1,19 @@
-"""The devices that a program is compiled for: what they hold, and how fast they are.
+"""TPU slices that a program is compiled for: what a device holds, and how fast it is.
 
-A TPU topology is described by the TPU's compiler (libtpu), and needs no TPU. A device
-of v4, v5e, v5p and v6e is a chip; a chip of TPU7x is two devices.
-
-Capacity, bandwidth and peak are those of Google's documentation, per chip:
-https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. What a program may use of
-the capacity is what the compiler (libtpu 0.0.52) names when it refuses a larger one.
+A topology is described by the TPU's compiler (libtpu), and needs no TPU. A device of
+v4, v5e, v5p and v6e is a chip; a chip of TPU7x is two devices. Bandwidth and peak are
+those of Google's documentation, https://docs.cloud.google.com/tpu/docs/{v4,v5e,...};
+memory is what the compiler (libtpu 0.0.52) lets a program use.
 """
 
 import dataclasses
 import importlib.util
 import os
 import re
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
-
-from jaxdec.planning.bandwidth import memory_bandwidth
-
-GIB = 2**30
-EXTRA = "tpu-plan"
-"""The extra of this package that brings the TPU's compiler."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,25 +25,16 @@ class Device:
     """What a program may use."""
     bytes_per_s: float
     """Of memory, at best."""
-    flops_per_s: float | None
-    """Of bfloat16 matmuls, at best; None if it is not known."""
+    flops_per_s: float
+    """Of bfloat16 matmuls, at best."""
 
 
-_KINDS: dict[str, Device] = {
-    name: Device(
-        kind=name,
-        memory_bytes=usable * GIB,
-        bytes_per_s=rate * 1e9,
-        flops_per_s=peak * 1e12,
-    )
-    for name, usable, rate, peak in (
-        ("TPU v4", 30.75, 1200, 275),
-        ("TPU v5 lite", 15.75, 819, 197),
-        ("TPU v5", 95.73, 2765, 459),
-        ("TPU v6 lite", 31.24, 1638, 918),
-        # Half of a chip.
-        ("TPU7x", 94.74, 7380 / 2, 2307 / 2),
-    )
+_KINDS: dict[str, tuple[float, float, float]] = {
+    "TPU v4": (30.75, 1200, 275),
+    "TPU v5 lite": (15.75, 819, 197),
+    "TPU v5": (95.73, 2765, 459),
+    "TPU v6 lite": (31.24, 1638, 918),
+    "TPU7x": (94.74, 7380 / 2, 2307 / 2),  # Half of a chip.
 }
 """By the name that JAX has for it: GiB that a program may use, GB/s, TFLOP/s."""
 
@@ -72,86 +53,58 @@ _SURROUNDINGS = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""Environment variables."""
+"""Environment variables with which libtpu does not look for a TPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Devices, and what one of them is."""
+    """Devices of one kind."""
 
     name: str
-    platform: str
-    devices: Sequence[Any]
+    mesh: Mesh
+    """All of them over the axis ``"model"``."""
     device: Device
-
-    def mesh(self, data: int = 1) -> Mesh:
-        """All devices: `data` groups over the axis ``"data"``, else over ``"model"``.
-
-        Raises:
-            ValueError: the devices cannot be divided so.
-        """
-        num = len(self.devices)
-        if data < 1 or num % data:
-            raise ValueError(
-                f"{self.name} has {num} devices, which do not divide into {data} "
-                "groups; give a divisor as data"
-            )
-        shape = (data, num // data)
-        return Mesh(np.asarray(self.devices).reshape(shape), ("data", "model"))
 
 
 def find_topology(name: str) -> Topology:
-    """The devices of a topology by name; see `jaxdec.plan.plan`.
+    """A slice of TPUs by its name, such as ``"v5e:2x2"``.
 
     Raises:
         ValueError: no such topology, or no compiler for it here.
     """
-    if name == "cpu":
-        return _this_machine()
     found = re.fullmatch(r"(\w+?):(\d+(?:x\d+){1,2})", name)
     if found is None or found[1] not in _OPTIONS:
         raise ValueError(
             f"unknown topology {name!r}; give a TPU's kind and the shape of the slice, "
-            f"such as v5e:2x2 or v5p:2x2x1 (kinds: {', '.join(_OPTIONS)}), or cpu"
+            f"such as v5e:2x2 or v5p:2x2x1 (kinds: {', '.join(_OPTIONS)})"
         )
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
-            f"compiling for {name} needs the TPU's compiler, libtpu, which is not "
-            f'installed here; run `pip install "jaxdec[{EXTRA}]"` (Linux, x86-64; no '
-            "TPU is needed), or use the topology cpu"
+            f"compiling for {name} needs the TPU's compiler, which is not installed "
+            "here; run `pip install libtpu` (Linux, x86-64; no TPU is needed)"
         )
-    # Where there is no TPU, libtpu must not look for one.
     for variable, value in _SURROUNDINGS.items():
         os.environ.setdefault(variable, value)
     from jax.experimental import topologies
 
     try:
-        described = topologies.get_topology_desc(
+        devices = topologies.get_topology_desc(
             platform="tpu", topology_name=name, **_OPTIONS[found[1]]
-        )
+        ).devices
     except Exception as error:
         raise ValueError(
             f"the TPU's compiler has no topology {name!r}: {error}; v5e and v6e are "
             "squares such as 2x2, v4, v5p and tpu7x are blocks such as 2x2x1"
         ) from error
-    devices = tuple(described.devices)
     kind = devices[0].device_kind
-    if kind not in _KINDS:
-        raise ValueError(
-            f"{name} is made of {kind!r}, whose memory is not known here; use one of "
-            f"{', '.join(_OPTIONS)}"
-        )
-    return Topology(name=name, platform="tpu", devices=devices, device=_KINDS[kind])
-
-
-def _this_machine() -> Topology:
-    """The CPU at hand; its bandwidth is measured, its peak is not known."""
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    device = Device(
-        kind="cpu",
-        memory_bytes=pages,
-        bytes_per_s=memory_bandwidth(),
-        flops_per_s=None,
+    memory, rate, peak = _KINDS[kind]
+    return Topology(
+        name=name,
+        mesh=Mesh(np.asarray(devices).reshape(1, -1), ("data", "model")),
+        device=Device(
+            kind=kind,
+            memory_bytes=memory * 2**30,
+            bytes_per_s=rate * 1e9,
+            flops_per_s=peak * 1e12,
+        ),
     )
-    devices = tuple(jax.local_devices(backend="cpu")[:1])
-    return Topology(name="cpu", platform="cpu", devices=devices, device=device)

@@ -1,24 +1,21 @@
 """Models by name, and drafters in the shapes that are published for them.
 
-Only shapes: what a program costs depends on nothing else. The sizes of targets are
-those of their ``config.json``; drafters have the target's widths, as published ones do:
+Only shapes: what a program costs depends on nothing else. Targets have the sizes of
+their ``config.json``; drafters have the target's widths, as published ones do:
 
     eagle3    one layer that reads three taps; says 32,000 tokens, with a head of its
-              own (SafeAILab, AngelSlim; arXiv 2503.01840)
+              own (arXiv 2503.01840); drafts 7
     dflash    five layers, five taps, blocks of 16 with the anchor (z-lab; 2602.06036)
     dspark    five layers, five taps, blocks of 7, Markov head of rank 256, confidence
               head (DeepSpec; 2607.05147); its embedding and head are the target's
-    mtp       one module with one layer (DeepSeek-V3; 2412.19437)
 """
 
 from jaxdec.models.block import BlockConfig
 from jaxdec.models.config import ModelConfig, RopeConfig
 from jaxdec.models.eagle_config import EagleConfig
-from jaxdec.models.mtp import MtpConfig
 
 EAGLE_VOCABULARY = 32000
-EAGLE_LENGTH = 7
-BLOCK_LAYERS = 5
+NUM_BLOCK_LAYERS = 5
 NUM_TAPS = 5
 
 
@@ -44,50 +41,12 @@ TARGETS: dict[str, ModelConfig] = {
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
-    "llama-3.1-8b": ModelConfig(
-        family="llama",
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_positions=131072,
-        norm_eps=1e-5,
-        ropes=(
-            RopeConfig(
-                theta=5e5, kind="llama3", factor=8.0, original_max_positions=8192
-            ),
-        ),
-    ),
-    "smollm2": ModelConfig(
-        family="llama",
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        max_positions=8192,
-        norm_eps=1e-5,
-        tie_embeddings=True,
-        ropes=(RopeConfig(theta=1e5),),
-    ),
 }
 """Targets by name."""
 
-DRAFT_MODELS = {
-    "qwen3-8b": "qwen3-0.6b",
-    "qwen3-4b": "qwen3-0.6b",
-    "qwen3-1.7b": "qwen3-0.6b",
-}
-"""A smaller model with the same tokenizer."""
-
 
 def _layers(target: ModelConfig, num_layers: int, *, qk_norm: bool) -> ModelConfig:
-    """Llama-like layers of the target's widths."""
+    """Layers of the target's widths."""
     return ModelConfig(
         family="qwen3" if qk_norm else "llama",
         vocab_size=target.vocab_size,
@@ -104,29 +63,17 @@ def _layers(target: ModelConfig, num_layers: int, *, qk_norm: bool) -> ModelConf
     )
 
 
-def _spread_taps(num_layers: int) -> tuple[int, ...]:
-    """Five taps from the second layer to the last but two, as z-lab chose them.
-
-    >>> _spread_taps(36)
-    (2, 10, 18, 26, 34)
-    """
-    steps = range(NUM_TAPS)
-    taps = [2 + round(i * (num_layers - 4) / (NUM_TAPS - 1)) for i in steps]
-    return tuple(max(1, min(tap, num_layers)) for tap in taps)
-
-
 def eagle3(target: ModelConfig) -> EagleConfig:
     """EAGLE-3 as published: a chain of 7, or a tree."""
     num = target.num_layers
-    drafted = min(EAGLE_VOCABULARY, target.vocab_size)
     return EagleConfig(
         layers=_layers(target, 1, qk_norm=False),
         taps=(min(2, num), num // 2, max(num - 3, 0)),
         target_hidden_size=target.hidden_size,
-        draft_vocab_size=drafted,
+        draft_vocab_size=min(EAGLE_VOCABULARY, target.vocab_size),
         own_embedding=False,
         own_head=True,
-        draft_length=EAGLE_LENGTH,
+        draft_length=7,
     )
 
 
@@ -147,25 +94,18 @@ def dspark(target: ModelConfig) -> BlockConfig:
     )
 
 
-def mtp(target: ModelConfig) -> MtpConfig:
-    """One multi-token-prediction module."""
-    return MtpConfig(
-        block=_layers(target, 1, qk_norm=target.qk_norm),
-        num_target_layers=target.num_layers,
-        hidden_source="pre",
-        recycle="post",
-    )
-
-
 def _block(target: ModelConfig, **layout) -> BlockConfig:
+    num, steps = target.num_layers, range(NUM_TAPS)
+    # From the second layer to the last but two, as z-lab chose them.
+    taps = [2 + round(i * (num - 4) / (NUM_TAPS - 1)) for i in steps]
     return BlockConfig(
-        layers=_layers(target, BLOCK_LAYERS, qk_norm=True),
-        taps=_spread_taps(target.num_layers),
+        layers=_layers(target, NUM_BLOCK_LAYERS, qk_norm=True),
+        taps=tuple(max(1, min(tap, num)) for tap in taps),
         mask_token=target.vocab_size - 1,
         draft_vocab_size=target.vocab_size,
         own_embedding=False,
         own_head=False,
-        windows=(None,) * BLOCK_LAYERS,
-        causal=(False,) * BLOCK_LAYERS,
+        windows=(None,) * NUM_BLOCK_LAYERS,
+        causal=(False,) * NUM_BLOCK_LAYERS,
         **layout,
     )
