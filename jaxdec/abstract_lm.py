@@ -100,11 +100,9 @@ def strategy_of(name: str, lm: LM, mesh: Mesh) -> StrategyConfig:
     return strategy
 
 
-def shallow(config: ModelConfig, depth: int) -> ModelConfig:
-    """A target with its first layers only."""
-    return dataclasses.replace(
-        config,
-        num_layers=depth,
-        layer_windows=config.layer_windows[:depth],
-        layer_rope=config.layer_rope[:depth],
-    )
+def device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of the part of an array that one device holds."""
+    size = leaf.dtype.itemsize
+    for length in leaf.sharding.shard_shape(leaf.shape):
+        size *= length
+    return size

@@ -9,9 +9,6 @@ arrays split over them as `jaxdec.load(..., mesh=...)` splits them; the compiler
 what it takes of memory. FLOPs and bytes of one step are counted by walking the traced
 step (`jaxdec.planning.work`), which knows how often each loop turns.
 
-Compiling tens of layers takes minutes, and layers are alike. So two small depths are
-compiled and a line through them is drawn to the model's own; `full=True` compiles all.
-
 The time of a step is a floor: bytes over bandwidth, or FLOPs over peak if that takes
 longer. What devices say to one another, and every wait, comes on top, for plain
 decoding too. So the ratio of two floors, the *break-even*, is worth more than either:
@@ -21,6 +18,7 @@ a strategy pays where it commits more tokens a step than that.
 import contextlib
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,22 +34,20 @@ from jaxdec.abstract_lm import (
     STRATEGIES,
     abstract_lm,
     check_strategy,
-    shallow,
+    device_bytes,
     strategy_of,
 )
 from jaxdec.cache import KVCache
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.hf_config import config_from_hf
-from jaxdec.lm import LM
 from jaxdec.models import sharding
 from jaxdec.models.config import ModelConfig
+from jaxdec.models.decoder import abstract_params
 from jaxdec.planning import presets, work
 from jaxdec.planning.chips import Topology, find_topology
 from jaxdec.sampling_params import make_sampling_params
 from jaxdec.types import Strategy, StrategyParams
 
-DEPTHS = (6, 8)
-"""Layers that are compiled; enough for `self_draft`, whose drafter is six of them."""
 NUM_SLOTS, NUM_STOP_SLOTS, NUM_BIAS_SLOTS = 64, 4, 8
 """Room of the programs for records of steps, stop tokens and biases."""
 
@@ -69,13 +65,15 @@ class Memory:
     """Of target and drafter."""
     state: int
     """Of caches, tokens and all else that passes from step to step."""
-    temporary: int
-    """Results, records of steps, and code."""
+    other: int
+    """What the compiler adds: temporaries, records of steps, code."""
+    is_refused: bool = False
+    """Whether the compiler found no room, and only said what it would take."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.state + self.temporary
+        return self.weights + self.state + self.other
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,13 +84,12 @@ class StrategyPlan:
     draft_length: int
     """K; of a tree, its nodes."""
     max_tokens_per_step: int
-    memory: Memory | None
-    """None where the compiler refused, even with few layers."""
+    memory: Memory
     fits: bool
     flops: float
     bytes_by_label: Mapping[str, float]
     num_open_loops: int
-    """Loops that were counted once because their end depends on data."""
+    """Loops that were left out because their end depends on data."""
     step_ms: float
     """What bytes or FLOPs take at best."""
     bound_by: str
@@ -109,8 +106,7 @@ class StrategyPlan:
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
         found = dataclasses.asdict(self) | {"num_bytes": self.num_bytes}
-        if self.memory is not None:
-            found["memory"]["total"] = self.memory.total
+        found["memory"]["total"] = self.memory.total
         return found
 
 
@@ -157,7 +153,6 @@ def plan(
     capacity: int = 4096,
     dtype: str = "bfloat16",
     cache_dtype: str = "float32",
-    full: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """Compiles strategies ahead of time, and counts what a step of each costs.
@@ -173,7 +168,6 @@ def plan(
             counted half of them are live.
         dtype: of the weights.
         cache_dtype: of keys and values; the default is that of `jaxdec.load`.
-        full: compile all layers.
         progress: told ``(done, total, what)``.
 
     Raises:
@@ -191,16 +185,14 @@ def plan(
         dtype=dtype,
         cache_dtype=cache_dtype,
     )
-    depths = DEPTHS if config.num_layers > DEPTHS[1] and not full else ()
     plain_ms, _ = _floor(step_work(build("greedy", setting), setting), setting)
     plans = []
     with _no_compilation_cache():
         for i, strategy in enumerate(strategies):
             if progress is not None:
                 progress(i, len(strategies), f"{strategy}: compiling")
-            plans.append(_plan_one(strategy, setting, plain_ms, depths))
-    settings = _settings(name, setting, depths or (config.num_layers,))
-    return Plan(settings=settings, strategies=tuple(plans))
+            plans.append(_plan_one(strategy, setting, plain_ms))
+    return Plan(settings=_settings(name, setting), strategies=tuple(plans))
 
 
 def _check(strategies, batch_size, dtype, cache_dtype) -> None:
@@ -245,71 +237,50 @@ def _read_config(path: Path) -> ModelConfig:
     return config_from_hf(values)
 
 
-def build(name: str, setting: Setting, depth: int | None = None) -> Built:
-    """A strategy as the library builds it, over shapes.
-
-    Args:
-        name: of the strategy.
-        setting: what all strategies share.
-        depth: the first so many layers of the target; None is all.
-    """
-    mesh, config = setting.topology.mesh, setting.config
-    config = config if depth is None else shallow(config, depth)
+def build(name: str, setting: Setting) -> Built:
+    """A strategy as the library builds it, over shapes."""
+    mesh = setting.topology.mesh
     dtypes = dict(dtype=setting.dtype, cache_dtype=setting.cache_dtype)
-    lm = abstract_lm(config, mesh, **dtypes)
-    strategy, params, request = _program(strategy_of(name, lm, mesh), lm, setting)
-    state = jax.eval_shape(strategy.prefill, params, request)
-    return Built(
-        strategy=strategy, params=params, state=sharding.abstract(state, mesh)
-    )
-
-
-def _program(config: Any, lm: LM, setting: Setting) -> tuple[Any, Any, Any]:
+    lm = abstract_lm(setting.config, mesh, **dtypes)
     key = program.ProgramKey(
-        config=config,
+        config=strategy_of(name, lm, mesh),
         batch_size=setting.batch_size,
         capacity=setting.capacity,
         num_slots=NUM_SLOTS,
         num_stop_slots=NUM_STOP_SLOTS,
         num_bias_slots=NUM_BIAS_SLOTS,
     )
-    return *program.build(lm, key), program.abstract_request(lm, key)
+    strategy, params = program.build(lm, key)
+    request = program.abstract_request(lm, key)
+    state = jax.eval_shape(strategy.prefill, params, request)
+    return Built(strategy=strategy, params=params, state=sharding.abstract(state, mesh))
 
 
-def _plan_one(
-    name: str, setting: Setting, plain_ms: float, depths: tuple[int, ...]
-) -> StrategyPlan:
-    whole, device = build(name, setting), setting.topology.device
-    step = step_work(whole, setting)
-    started = time.perf_counter()
-    shapes = [build(name, setting, depth) for depth in depths] or [whole]
-    found = [loop_memory(built, setting) for built in shapes]
-    compile_s = time.perf_counter() - started
-    memory = found[0]
-    if None in found:
-        memory = None
-    elif depths:
-        memory = at_depth(*found, depths, setting.config.num_layers)
+def _plan_one(name: str, setting: Setting, plain_ms: float) -> StrategyPlan:
+    built, device = build(name, setting), setting.topology.device
+    step = step_work(built, setting)
     step_ms, bound_by = _floor(step, setting)
-    max_depth = jax.eval_shape(whole.strategy.step, whole.params, whole.state)[1].path
+    started = time.perf_counter()
+    memory = loop_memory(built, setting)
+    _, info = jax.eval_shape(built.strategy.step, built.params, built.state)
     return StrategyPlan(
         strategy=name,
-        draft_length=whole.strategy.max_length,
-        max_tokens_per_step=max_depth.shape[1],
+        draft_length=built.strategy.max_length,
+        max_tokens_per_step=info.path.shape[1],
         memory=memory,
-        fits=memory is not None and memory.total <= device.memory_bytes,
+        fits=not memory.is_refused and memory.total <= device.memory_bytes,
         flops=step.flops,
         bytes_by_label=step.bytes_by_label,
         num_open_loops=step.num_open_loops,
         step_ms=step_ms,
         bound_by=bound_by,
         break_even=step_ms / plain_ms,
-        compile_s=compile_s,
+        compile_s=time.perf_counter() - started,
     )
 
 
-def loop_memory(built: Built, setting: Setting) -> Memory | None:
-    """What the compiled decode loop takes; None where the compiler refuses.
+def loop_memory(built: Built, setting: Setting) -> Memory:
+    """What the compiled decode loop takes.
 
     A drafter holds some of the target's arrays: each goes in once, as the one buffer
     that it is.
@@ -328,34 +299,26 @@ def loop_memory(built: Built, setting: Setting) -> Memory | None:
     lowered = loop.trace(list(unique.values()), built.state, steps).lower(
         lowering_platforms=("tpu",)
     )
+    is_refused = False
     try:
         found = lowered.compile().memory_analysis()
+        total = found.argument_size_in_bytes + found.temp_size_in_bytes
+        total += found.output_size_in_bytes - found.alias_size_in_bytes
+        total += found.generated_code_size_in_bytes
     except jax.errors.JaxRuntimeError as error:
-        if "Ran out of memory" in str(error):
-            return None
-        raise
-    new = found.output_size_in_bytes - found.alias_size_in_bytes
-    weights = sum(_device_bytes(leaf) for leaf in unique.values())
+        wanted = re.search(r"required [\w ]*\(([\d.]+)([MG])\) exceeds", str(error))
+        if wanted is None:
+            raise
+        is_refused = True
+        total = int(float(wanted[1]) * {"M": 2**20, "G": 2**30}[wanted[2]])
+    weights = sum(map(device_bytes, unique.values()))
+    state = sum(map(device_bytes, jax.tree.leaves(built.state)))
     return Memory(
         weights=weights,
-        state=found.argument_size_in_bytes - weights,
-        temporary=found.temp_size_in_bytes + new + found.generated_code_size_in_bytes,
+        state=state,
+        other=max(total - weights - state, 0),
+        is_refused=is_refused,
     )
-
-
-def at_depth(
-    first: Memory, second: Memory, depths: tuple[int, int], depth: int
-) -> Memory:
-    """The line through two depths, at a third.
-
-    >>> two = Memory(weights=30, state=4, temporary=1)
-    >>> four = Memory(weights=50, state=8, temporary=1)
-    >>> at_depth(two, four, (2, 4), 36)
-    Memory(weights=370, state=72, temporary=1)
-    """
-    turns = (depth - depths[1]) / (depths[1] - depths[0])
-    low, high = dataclasses.asdict(first), dataclasses.asdict(second)
-    return Memory(**{k: round(high[k] + (high[k] - low[k]) * turns) for k in low})
 
 
 def step_work(built: Built, setting: Setting) -> work.Work:
@@ -372,7 +335,7 @@ def step_work(built: Built, setting: Setting) -> work.Work:
 
 
 def _operand(leaf: jax.ShapeDtypeStruct, label: str) -> work.Operand:
-    part = _device_bytes(leaf) / max(leaf.size * leaf.dtype.itemsize, 1)
+    part = device_bytes(leaf) / max(leaf.size * leaf.dtype.itemsize, 1)
     return work.Operand(label=label, share=part)
 
 
@@ -387,7 +350,7 @@ def _state_operands(state: Any, batch_size: int, live: int, limit: int) -> Any:
             caches = jax.tree.map(lambda leaf: _operand(leaf, KV), node)
             return caches.replace(length=given(node.length, live - 1))
         # Of a draft model: nothing is left from the step before, whose draft failed.
-        is_left = path[-1:] in _LEFT
+        is_left = getattr(path[-1], "name", "") in ("num_unread", "tail_length")
         return given(node, 0) if is_left else _operand(node, OTHER)
 
     tree_map = jax.tree_util.tree_map_with_path
@@ -407,17 +370,6 @@ def _state_operands(state: Any, batch_size: int, live: int, limit: int) -> Any:
     return known.replace(sequences=known.sequences.replace(sampling=asked, **fields))
 
 
-_LEFT = tuple(
-    (jax.tree_util.GetAttrKey(name),) for name in ("num_unread", "tail_length")
-)
-
-
-def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    """Bytes of the part of an array that one device holds."""
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    return int(np.prod(shape, dtype=np.int64)) * leaf.dtype.itemsize
-
-
 def _floor(step: work.Work, setting: Setting) -> tuple[float, str]:
     """Milliseconds that a step takes at best, and of what."""
     device = setting.topology.device
@@ -426,15 +378,12 @@ def _floor(step: work.Work, setting: Setting) -> tuple[float, str]:
     return (memory, "memory") if memory >= compute else (compute, "compute")
 
 
-def _settings(name: str, setting: Setting, depths: Sequence[int]) -> dict[str, Any]:
-    device = setting.topology.device
-    mesh = setting.topology.mesh
-    lm = abstract_lm(setting.config, mesh, dtype=setting.dtype, cache_dtype="float32")
+def _settings(name: str, setting: Setting) -> dict[str, Any]:
+    device, mesh = setting.topology.device, setting.topology.mesh
+    params = abstract_params(setting.config, setting.dtype)
     return {
         "model": name,
-        "num_layers": setting.config.num_layers,
-        "compiled_layers": list(depths),
-        "num_params": lm.num_params,
+        "num_params": sum(x.size for x in jax.tree.leaves(params)),
         "dtype": setting.dtype,
         "cache_dtype": setting.cache_dtype,
         "topology": setting.topology.name,

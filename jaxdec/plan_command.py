@@ -1,94 +1,130 @@
-"""The subcommand `jaxdec plan`."""
+"""The subcommand `jaxdec plan`: its options, and the table that it prints."""
 
 import json
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
 from jaxdec import console as terminal
+
+HEADERS = (
+    "\nstrategy",
+    "draft\ntokens",
+    "weights\nGiB",
+    "state\nGiB",
+    "other\nGiB",
+    "total\nGiB",
+    "\nfits",
+    "GFLOP\na step",
+    "GiB\na step",
+    "ms a step\nat best",
+    "break-even\ntokens a step",
+)
+"""Titles of the columns of `rows`."""
 
 
 def plan(
     model: Annotated[
         str,
         typer.Option(
-            help="A name (qwen3-8b, smollm2, ...), a config.json or its folder, or a "
-            ".gguf file; no weights are read."
+            help="qwen3-8b, qwen3-4b, qwen3-1.7b, qwen3-0.6b, a config.json or its "
+            "folder; no weights are read."
         ),
     ] = "qwen3-8b",
     topology: Annotated[
         str,
-        typer.Option(help="v5e:2x2, v6e:2x2, v5p:2x2x1, v4:2x2x1, tpu7x:2x2x1; cpu."),
+        typer.Option(help="v5e:2x2, v6e:2x2, v5p:2x2x1, v4:2x2x1, tpu7x:2x2x1, ..."),
     ] = "v5e:2x2",
     strategies: Annotated[
-        str | None,
-        typer.Option(
-            help="Names, with commas: greedy, lookup, self_draft, draft_model, mtp, "
-            "mtp_tree, eagle3, eagle3_tree, dflash, dspark, first_of."
-        ),
-    ] = None,
-    batch: Annotated[int, typer.Option(help="Requests at once.")] = 1,
+        str, typer.Option(help="Names, with commas; drafters of published shape.")
+    ] = "greedy,lookup,self_draft,eagle3,eagle3_tree,dflash,dspark",
+    batch_size: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 1,
     capacity: Annotated[
-        int, typer.Option(help="Slots of the caches, for prompt and output.")
+        int, typer.Option(help="Slots of the caches, for prompt and output.", min=1)
     ] = 4096,
-    context: Annotated[
-        int | None,
-        typer.Option(help="Tokens live in the step that is counted; half of capacity."),
-    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Of the weights: bfloat16 or float32.")
     ] = "bfloat16",
     cache_dtype: Annotated[
         str, typer.Option(help="Of keys and values: float32 or bfloat16.")
     ] = "float32",
-    tokens_per_step: Annotated[
-        float, typer.Option(help="For which tokens per second are told.")
-    ] = 3.0,
-    data: Annotated[
-        int, typer.Option(help="Groups of devices that share the requests.")
-    ] = 1,
-    full: Annotated[
-        bool,
-        typer.Option("--full", help="Compile all layers; else a few, and a line."),
-    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, for machines.")
     ] = False,
 ) -> None:
-    """Compile strategies for a TPU without one: memory, FLOPs, bytes, break-even.
+    """Say what fits on a TPU and what a step costs there, without the TPU.
 
-    Drafters have the shapes that are published for them. Numbers are of one device;
-    times are floors, without communication.
+    Compiles the decode loop of each strategy ahead of time, from a configuration alone.
     """
     terminal.prepare_jax()
-    from jaxdec.plan import DEFAULT_STRATEGIES
     from jaxdec.plan import plan as run
-    from jaxdec.report import planned
 
-    names = DEFAULT_STRATEGIES
-    if strategies is not None:
-        names = tuple(name.strip() for name in strategies.split(",") if name.strip())
+    names = [name.strip() for name in strategies.split(",") if name.strip()]
     with terminal.progress_bar() as progress:
         found = run(
             model,
             names,
             topology=topology,
-            batch_size=batch,
+            batch_size=batch_size,
             capacity=capacity,
-            context=context,
             dtype=dtype,
             cache_dtype=cache_dtype,
-            tokens_per_step=tokens_per_step,
-            data=data,
-            full=full,
             progress=progress,
         ).to_dict()
     if as_json:
         typer.echo(json.dumps(found, allow_nan=False, ensure_ascii=False))
         return
     out = terminal.output()
-    terminal.print_table(
-        out, planned.HEADERS, planned.rows(found), planned.caption(found)
-    )
-    for note in found["notes"]:
-        out.print(f"- {note}", markup=False, highlight=False)
+    for line in title(found["settings"]):
+        out.print(line, markup=False, highlight=False)
+    terminal.print_table(out, HEADERS, rows(found))
+    for line in _NOTES:
+        out.print(line, style="dim", markup=False, highlight=False)
+
+
+_NOTES = (
+    "All numbers are of one chip. Memory is the compiler's, of the whole decode loop; a",
+    "step is counted by loop bodies times their trips, FLOPs of matmuls only. At best:",
+    "bytes over bandwidth or FLOPs over peak, without communication between chips.",
+    "Break-even: a strategy pays where it commits more tokens a step than this.",
+)
+
+
+def title(settings: Mapping[str, Any]) -> list[str]:
+    """What was planned for, in lines."""
+    device, num = settings["device"], settings["num_devices"]
+    weights = f"{settings['num_params'] / 1e9:.2f} B parameters in {settings['dtype']}"
+    return [
+        f"{settings['model']}: {weights}, KV caches in {settings['cache_dtype']}",
+        f"{settings['topology']}: {num} x {device['kind']}, each "
+        f"{device['memory_bytes'] / 2**30:.2f} GiB, "
+        f"{device['bytes_per_s'] / 1e9:.0f} GB/s, "
+        f"{device['flops_per_s'] / 1e12:.0f} TFLOP/s",
+        f"batch {settings['batch_size']}, capacity {settings['capacity']} of which "
+        "half is live",
+    ]
+
+
+def rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """One row a strategy, under `HEADERS`."""
+
+    def gib(value: float) -> str:
+        return f"{value / 2**30:.2f}"
+
+    return [
+        (
+            item["strategy"],
+            str(item["draft_length"] or "-"),
+            gib(item["memory"]["weights"]),
+            gib(item["memory"]["state"]),
+            gib(item["memory"]["other"]),
+            gib(item["memory"]["total"]),
+            "yes" if item["fits"] else "NO",
+            f"{item['flops'] / 1e9:.1f}",
+            gib(item["num_bytes"]),
+            f"{item['step_ms']:.2f}",
+            f"{item['break_even']:.2f}",
+        )
+        for item in plan["strategies"]
+    ]

@@ -12,7 +12,8 @@ is taken; what is inside counts as often as it runs. All else is a shape.
 
 On several devices an array that is split counts by the part that one device holds, and
 a matmul by the smaller part of its operands. What devices say to one another is left
-out. A loop whose end depends on data counts once, a branch that does is the dearest.
+out. A branch that depends on data is the dearest. A loop whose end depends on data is
+not entered: such loops repair what is out of the ordinary (`num_open_loops` says so).
 """
 
 import dataclasses
@@ -25,8 +26,8 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-MOST_NUMBERS = 512
-"""In an array whose values are carried along."""
+MOST_NUMBERS = 1024
+"""In a vector whose values are carried along: one a request."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class Work:
     flops: float
     bytes_by_label: Mapping[str, float]
     num_open_loops: int
-    """Loops that count once because their end depends on data."""
+    """Loops that do not count because their end depends on data."""
 
     @property
     def num_bytes(self) -> float:
@@ -197,7 +198,6 @@ class _Walk:
                 return carry
             carry = self.inner(body, consts + carry)
         self.num_open_loops += 1
-        carry = self.inner(body, consts + [_forgotten(x) for x in carry])
         return [_forgotten(x) for x in carry]
 
     def _scan(self, eqn, given):
@@ -220,10 +220,10 @@ def _dearness(totals: tuple[float, Counter, int]) -> tuple[float, float]:
 
 
 def _is_small(array: Any) -> bool:
-    """Whether an array's values are carried along; PRNG keys have none."""
+    """Whether values are carried along: of numbers and vectors, but not of keys."""
     dtype = getattr(array, "dtype", None)
     is_plain = dtype == np.bool_ or jax.dtypes.issubdtype(dtype, np.number)
-    return is_plain and math.prod(array.shape) <= MOST_NUMBERS
+    return is_plain and len(array.shape) < 2 and math.prod(array.shape) <= MOST_NUMBERS
 
 
 def _constant(array: Any, like: Any = None) -> Operand:
