@@ -23,6 +23,9 @@ from jaxdec.rounding import WIDTHS
 from jaxdec.strategies import SelfDraftConfig, StrategyConfig, resolve
 from jaxdec.trained import trained
 
+DTYPE = "bfloat16"
+"""Of weights."""
+
 _DRAFTERS = {
     "eagle3": ("eagle", presets.eagle3, init_eagle_params),
     "dflash": ("block", presets.dflash, init_block_params),
@@ -38,21 +41,16 @@ STRATEGIES = (
     "dflash",
     "dspark",
 )
-"""Names that `strategy_of` knows."""
+"""All that can be planned for."""
 
 
-def placed(leaf: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
-    """The shape of an array that lies so."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-
-
-def abstract_lm(config: ModelConfig, mesh: Mesh, *, dtype: str, cache_dtype: str) -> LM:
-    """A model of this configuration, split over a mesh."""
-    places = param_shardings(config, dtype, mesh)
+def abstract_lm(config: ModelConfig, mesh: Mesh, cache_dtype: str) -> LM:
+    """A model of this configuration, in bfloat16, split over a mesh."""
+    places = param_shardings(config, DTYPE, mesh)
     lm = LM(
         config=config,
-        params=jax.tree.map(placed, abstract_params(config, dtype), places),
-        dtype=dtype,
+        params=jax.tree.map(_placed, abstract_params(config, DTYPE), places),
+        dtype=DTYPE,
         cache_dtype=cache_dtype,
     )
     # How a device that is not here rounds is not known, so nothing is padded for it.
@@ -60,44 +58,38 @@ def abstract_lm(config: ModelConfig, mesh: Mesh, *, dtype: str, cache_dtype: str
     return lm
 
 
-def abstract_drafter(kind: str, lm: LM, mesh: Mesh) -> LoadedDrafter:
-    """A drafter of published shape for a target."""
+def _abstract_drafter(kind: str, lm: LM, mesh: Mesh) -> LoadedDrafter:
     family, config_of, init = _DRAFTERS[kind]
-    config, dtype = config_of(lm.config), lm.dtype
-    own = jax.eval_shape(lambda key: init(config, key, dtype), jax.random.key(0))
+    config = config_of(lm.config)
+    own = jax.eval_shape(lambda key: init(config, key, DTYPE), jax.random.key(0))
     everywhere = NamedSharding(mesh, PartitionSpec())
     return LoadedDrafter(
         family=family,
         config=config,
-        own=jax.tree.map(lambda leaf: placed(leaf, everywhere), own),
+        own=jax.tree.map(lambda leaf: _placed(leaf, everywhere), own),
         name=kind,
         format="shapes alone",
         facts={},
-        dtype=dtype,
+        dtype=DTYPE,
     )
 
 
-def check_strategy(name: str) -> None:
-    """Raises ValueError for a name that `strategy_of` does not know."""
-    if name not in STRATEGIES:
-        raise ValueError(
-            f"unknown strategy {name!r} to plan for; use some of "
-            f"{', '.join(STRATEGIES)}"
-        )
-
-
 def strategy_of(name: str, lm: LM, mesh: Mesh) -> StrategyConfig:
-    """A strategy by name; its drafter, if it has one, of published shape."""
-    check_strategy(name)
+    """One of `STRATEGIES`; its drafter, if it has one, of published shape."""
     kind = name.removesuffix("_tree")
     if kind in _DRAFTERS:
-        drafter = abstract_drafter(kind, lm, mesh)
+        drafter = _abstract_drafter(kind, lm, mesh)
         return trained(drafter, tree=Tree() if name.endswith("_tree") else None)
     strategy = resolve(name)
     if isinstance(strategy, SelfDraftConfig):
         num = min(strategy.num_layers, lm.config.num_layers)
         return dataclasses.replace(strategy, num_layers=num)
     return strategy
+
+
+def _placed(leaf: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
+    """The shape of an array that lies so."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
 
 def device_bytes(leaf: jax.ShapeDtypeStruct) -> int:

@@ -11,15 +11,15 @@ from jaxdec import console as terminal
 HEADERS = (
     "\nstrategy",
     "draft\ntokens",
-    "weights\nGiB",
-    "state\nGiB",
-    "other\nGiB",
-    "total\nGiB",
-    "\nfits",
     "GFLOP\na step",
     "GiB\na step",
     "ms a step\nat best",
-    "break-even\ntokens a step",
+    "tokens a step\nto break even",
+    "weights\nGiB",
+    "+ state\nGiB",
+    "+ other\nGiB",
+    "= total\nGiB",
+    "\nfits",
 )
 """Titles of the columns of `rows`."""
 
@@ -43,9 +43,6 @@ def plan(
     capacity: Annotated[
         int, typer.Option(help="Slots of the caches, for prompt and output.", min=1)
     ] = 4096,
-    dtype: Annotated[
-        str, typer.Option(help="Of the weights: bfloat16 or float32.")
-    ] = "bfloat16",
     cache_dtype: Annotated[
         str, typer.Option(help="Of keys and values: float32 or bfloat16.")
     ] = "float32",
@@ -68,7 +65,6 @@ def plan(
             topology=topology,
             batch_size=batch_size,
             capacity=capacity,
-            dtype=dtype,
             cache_dtype=cache_dtype,
             progress=progress,
         ).to_dict()
@@ -84,10 +80,9 @@ def plan(
 
 
 _NOTES = (
-    "All numbers are of one chip. Memory is the compiler's, of the whole decode loop; a",
-    "step is counted by loop bodies times their trips, FLOPs of matmuls only. At best:",
-    "bytes over bandwidth or FLOPs over peak, without communication between chips.",
-    "Break-even: a strategy pays where it commits more tokens a step than this.",
+    "Of one chip. A step: loop bodies times their trips; FLOPs of matmuls, bytes of",
+    "weights and caches; at best: no waits, no communication between chips. Memory: the",
+    "compiler's, of the whole decode loop; other is temporaries, records and code.",
 )
 
 
@@ -112,19 +107,21 @@ def rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
     def gib(value: float) -> str:
         return f"{value / 2**30:.2f}"
 
-    return [
-        (
-            item["strategy"],
-            str(item["draft_length"] or "-"),
-            gib(item["memory"]["weights"]),
-            gib(item["memory"]["state"]),
-            gib(item["memory"]["other"]),
-            gib(item["memory"]["total"]),
-            "yes" if item["fits"] else "NO",
-            f"{item['flops'] / 1e9:.1f}",
-            gib(item["num_bytes"]),
-            f"{item['step_ms']:.2f}",
-            f"{item['break_even']:.2f}",
+    room = plan["settings"]["device"]["memory_bytes"]
+    found = []
+    for item in plan["strategies"]:
+        memory = item["memory"]
+        short = f"NO: {gib(memory['total'] - room)} GiB short"
+        found.append(
+            (
+                item["strategy"],
+                str(item["draft_length"] or "-"),
+                f"{item['flops'] / 1e9:.1f}",
+                gib(item["num_bytes"]),
+                f"{item['step_ms']:.2f}",
+                f"{item['break_even']:.2f}",
+                *(gib(memory[k]) for k in ("weights", "state", "other", "total")),
+                "yes" if item["fits"] else short,
+            )
         )
-        for item in plan["strategies"]
-    ]
+    return found

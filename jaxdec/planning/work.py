@@ -56,7 +56,7 @@ class Work:
     @property
     def num_bytes(self) -> float:
         """Of all labels."""
-        return sum(self.bytes_by_label.values())
+        return float(sum(self.bytes_by_label.values()))
 
 
 def count(
@@ -174,16 +174,13 @@ class _Walk:
         if which.value is not None:
             taken = int(np.clip(int(which.value), 0, len(branches) - 1))
             return self.inner(branches[taken], rest)
-        before, found = self._totals(), []
-        for branch in branches:
-            self.flops, self.bytes, self.num_open_loops = *before[:1], *before[1:]
-            self.bytes = Counter(before[1])
-            results = self.inner(branch, rest)
-            found.append((self._totals(), results))
-        dearest = max((totals for totals, _ in found), key=_dearness)
-        self.flops, self.bytes, self.num_open_loops = dearest
-        each = zip(*(results for _, results in found), strict=True)
-        return [_joined(options) for options in each]
+        walks = [_Walk() for _ in branches]
+        results = [w.inner(b, rest) for w, b in zip(walks, branches, strict=True)]
+        dearest = max(walks, key=lambda w: (w.bytes.total(), w.flops))
+        self.flops += dearest.flops
+        self.bytes += dearest.bytes
+        self.num_open_loops += dearest.num_open_loops
+        return [_joined(options) for options in zip(*results, strict=True)]
 
     def _while(self, eqn, given):
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -211,13 +208,6 @@ class _Walk:
             carry = results[:num_carry]
         return carry + [Operand()] * (len(eqn.outvars) - num_carry)
 
-    def _totals(self):
-        return self.flops, Counter(self.bytes), self.num_open_loops
-
-
-def _dearness(totals: tuple[float, Counter, int]) -> tuple[float, float]:
-    return sum(totals[1].values()), totals[0]
-
 
 def _is_small(array: Any) -> bool:
     """Whether values are carried along: of numbers and vectors, but not of keys."""
@@ -239,8 +229,7 @@ def _evaluate(eqn: Any, given: Sequence[Operand]) -> list[np.ndarray] | None:
     outs = [atom.aval for atom in eqn.outvars]
     if not is_known or has_body or not all(map(_is_small, outs)):
         return None
-    values = [np.asarray(x.value, a.aval.dtype) for x, a in zip(given, eqn.invars)]
-    found = eqn.primitive.bind(*values, **eqn.params)
+    found = eqn.primitive.bind(*(x.value for x in given), **eqn.params)
     found = found if eqn.primitive.multiple_results else [found]
     return [np.asarray(x) for x in found]
 
