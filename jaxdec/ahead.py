@@ -99,12 +99,14 @@ def loop_memory(built: Built, setting: Setting) -> Memory:
     index = [order.index(id(leaf)) for leaf in leaves]
     held = sharding.on_mesh(built.strategy, setting.topology.mesh)
 
-    def step(arrays, state):
-        return held.step(jax.tree.unflatten(tree, [arrays[i] for i in index]), state)
+    def step(given, state):
+        params = jax.tree.unflatten(tree, [given.target[i] for i in index])
+        return held.step(params, state)
 
     loop = decoding.jit_programs(held._replace(step=step), NUM_SLOTS).generate
     steps = jax.ShapeDtypeStruct((), jnp.int32)
-    traced = loop.trace(list(unique.values()), built.state, steps)
+    once = StrategyParams(target=list(unique.values()), drafter=())
+    traced = loop.trace(once, built.state, steps)
     total, is_refused = _compiled_bytes(traced.lower(lowering_platforms=("tpu",)))
     weights = sum(map(device_bytes, unique.values()))
     state = sum(map(device_bytes, jax.tree.leaves(built.state)))

@@ -81,7 +81,7 @@ def plan(
 
 _NOTES = (
     "Of one chip. A step: loop bodies times their trips; FLOPs of matmuls, bytes of",
-    "weights and caches; at best: no waits, no communication between chips. Memory: the",
+    "weights and caches; at best: no waits, no talk between chips. Memory: the",
     "compiler's, of the whole decode loop; other is temporaries, records and code.",
 )
 
@@ -104,7 +104,7 @@ def title(settings: Mapping[str, Any]) -> list[str]:
 def rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """One row a strategy, under `HEADERS`."""
 
-    def gib(value: float) -> str:
+    def gib(value: float | int) -> str:
         return f"{value / 2**30:.2f}"
 
     room = plan["settings"]["device"]["memory_bytes"]

@@ -137,6 +137,13 @@ class _Walk:
         share = min((x.share for x in given), default=1.0)
         return [Operand(share=share)] * len(eqn.outvars)
 
+    def add(self, walk: "_Walk", times: int = 1) -> None:
+        """Counts what another walk has counted."""
+        self.flops += walk.flops * times
+        for label, size in walk.bytes.items():
+            self.bytes[label] += size * times
+        self.num_open_loops += walk.num_open_loops
+
     def read(self, operand: Operand, atom: Any, shape: Any = None) -> None:
         """Counts bytes of an array in memory: all of it, or as much as `shape`."""
         if operand.label:
@@ -176,10 +183,7 @@ class _Walk:
             return self.inner(branches[taken], rest)
         walks = [_Walk() for _ in branches]
         results = [w.inner(b, rest) for w, b in zip(walks, branches, strict=True)]
-        dearest = max(walks, key=lambda w: (w.bytes.total(), w.flops))
-        self.flops += dearest.flops
-        self.bytes += dearest.bytes
-        self.num_open_loops += dearest.num_open_loops
+        self.add(max(walks, key=lambda w: (w.bytes.total(), w.flops)))
         return [_joined(options) for options in zip(*results, strict=True)]
 
     def _while(self, eqn, given):
@@ -187,6 +191,13 @@ class _Walk:
         test_consts, rest = given[:first], given[first:]
         consts, carry = rest[:second], rest[second:]
         test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+        trips = _num_trips(test.jaxpr, test_consts + carry)
+        if trips > 1 and not _has_branches(body.jaxpr):
+            # All turns are alike, and a long context has many.
+            once = _Walk()
+            after = once.inner(body, consts + carry)
+            self.add(once, trips)
+            return [_kept(*pair) for pair in zip(carry, after, strict=True)]
         while True:
             (goes_on,) = self.inner(test, test_consts + carry)
             if goes_on.value is None:
@@ -207,6 +218,31 @@ class _Walk:
             results = self.inner(eqn.params["jaxpr"], consts + carry + now)
             carry = results[:num_carry]
         return carry + [Operand()] * (len(eqn.outvars) - num_carry)
+
+
+def _num_trips(test: Jaxpr, given: Sequence[Operand]) -> int:
+    """Turns of a loop that counts up to a known number; 0 for other loops."""
+    if len(test.eqns) != 1 or test.eqns[0].primitive.name != "lt":
+        return 0
+    known = dict(zip(test.invars, given, strict=True))
+    bounds = [known.get(x) for x in test.eqns[0].invars if not isinstance(x, Literal)]
+    if len(bounds) != 2 or any(x is None or x.value is None for x in bounds):
+        return 0
+    return int(bounds[1].value) - int(bounds[0].value)
+
+
+def _has_branches(jaxpr: Jaxpr) -> bool:
+    """Whether what an operation costs can depend on numbers."""
+    names = {eqn.primitive.name for eqn in jaxpr.eqns}
+    inner = [eqn.params.get("jaxpr") for eqn in jaxpr.eqns]
+    inner = [getattr(x, "jaxpr", x) for x in inner if x is not None]
+    return bool(names & {"cond", "while"}) or any(map(_has_branches, inner))
+
+
+def _kept(before: Operand, after: Operand) -> Operand:
+    """What is known after many turns: what one turn leaves as it was."""
+    is_same = before.value is not None and np.array_equal(before.value, after.value)
+    return after if is_same else _forgotten(after)
 
 
 def _is_small(array: Any) -> bool:
