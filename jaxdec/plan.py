@@ -17,7 +17,6 @@ a strategy pays where it commits more tokens a step than that.
 
 import dataclasses
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from jaxdec.io.hf_config import config_from_hf
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import abstract_params
 from jaxdec.planning import presets, work
-from jaxdec.planning.chips import Device, Topology, find_topology
+from jaxdec.planning.chips import Topology, find_topology
 
 Progress = Callable[[int, int, str], None]
 
@@ -43,7 +42,6 @@ class StrategyPlan:
     strategy: str
     draft_length: int
     """K; of a tree, its nodes."""
-    max_tokens_per_step: int
     memory: Memory
     fits: bool
     flops: float
@@ -55,7 +53,6 @@ class StrategyPlan:
     """What bytes or FLOPs take at best."""
     break_even: float
     """Tokens a step at which it is as fast as plain decoding."""
-    compile_s: float
 
     @property
     def num_bytes(self) -> float:
@@ -173,15 +170,11 @@ def _read_config(path: Path) -> ModelConfig:
 def _plan_one(name: str, setting: Setting, plain_ms: float) -> StrategyPlan:
     built, room = build(name, setting), setting.topology.device.memory_bytes
     step = step_work(built, setting)
-    started = time.perf_counter()
     memory = loop_memory(built, setting)
-    compile_s = time.perf_counter() - started
-    _, info = jax.eval_shape(built.strategy.step, built.params, built.state)
     floor_ms = _floor_ms(step, setting)
     return StrategyPlan(
         strategy=name,
         draft_length=built.strategy.max_length,
-        max_tokens_per_step=info.path.shape[1],
         memory=memory,
         fits=memory.total <= room and not memory.is_refused,
         flops=step.flops,
@@ -189,12 +182,11 @@ def _plan_one(name: str, setting: Setting, plain_ms: float) -> StrategyPlan:
         num_open_loops=step.num_open_loops,
         step_ms=floor_ms,
         break_even=floor_ms / plain_ms,
-        compile_s=compile_s,
     )
 
 
 def _floor_ms(step: work.Work, setting: Setting) -> float:
-    device: Device = setting.topology.device
+    device = setting.topology.device
     seconds = step.num_bytes / device.bytes_per_s, step.flops / device.flops_per_s
     return 1e3 * max(seconds)
 

@@ -54,9 +54,9 @@ def test_help_teaches(run):
     for arguments in ([], ["--help"], ["-h"]):
         status, out, err = run(*arguments)
         assert status == 0 and err == ""
-        for word in ("generate", "compare", "inspect", "models", "A worked path"):
+        for word in ("generate", "compare", "plan", "inspect", "models", "A worked"):
             assert word in out
-    for name in ("generate", "compare", "inspect", "models"):
+    for name in ("generate", "compare", "plan", "inspect", "models"):
         status, out, _ = run(name, "--help")
         assert status == 0 and "--json" in out
     assert run("--version")[:2] == (0, f"jaxdec {jaxdec.__version__}\n")

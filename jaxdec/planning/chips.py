@@ -10,7 +10,6 @@ import dataclasses
 import importlib.util
 import os
 import re
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -38,14 +37,8 @@ _KINDS: dict[str, tuple[float, float, float]] = {
 }
 """By the name that JAX has for it: GiB that a program may use, GB/s, TFLOP/s."""
 
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "v4": {"chip_config_name": "megacore"},
-    "v5e": {},
-    "v5p": {},
-    "v6e": {},
-    "tpu7x": {},
-}
-"""By kind, what describing a topology wants besides its name."""
+_NAMES = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+"""Kinds as topologies name them."""
 
 _SURROUNDINGS = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -73,10 +66,10 @@ def find_topology(name: str) -> Topology:
         ValueError: no such topology, or no compiler for it here.
     """
     found = re.fullmatch(r"(\w+?):(\d+(?:x\d+){1,2})", name)
-    if found is None or found[1] not in _OPTIONS:
+    if found is None or found[1] not in _NAMES:
         raise ValueError(
             f"unknown topology {name!r}; give a TPU's kind and the shape of the slice, "
-            f"such as v5e:2x2 or v5p:2x2x1 (kinds: {', '.join(_OPTIONS)})"
+            f"such as v5e:2x2 or v5p:2x2x1 (kinds: {', '.join(_NAMES)})"
         )
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
@@ -87,9 +80,11 @@ def find_topology(name: str) -> Topology:
         os.environ.setdefault(variable, value)
     from jax.experimental import topologies
 
+    # Both cores of a v4 chip are one device.
+    options = {"chip_config_name": "megacore"} if found[1] == "v4" else {}
     try:
         devices = topologies.get_topology_desc(
-            platform="tpu", topology_name=name, **_OPTIONS[found[1]]
+            platform="tpu", topology_name=name, **options
         ).devices
     except Exception as error:
         raise ValueError(
