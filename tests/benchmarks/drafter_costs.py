@@ -46,7 +46,14 @@ from jaxdec.models.decoder import init_params, make_model
 from jaxdec.models.eagle import init_eagle_params
 from jaxdec.models.eagle_config import EagleConfig
 from jaxdec.models.mtp import MtpConfig, init_mtp_params, make_mtp
-from jaxdec.types import DecodeState, Draft, Drafter, Sequences, StrategyParams
+from jaxdec.types import (
+    DecodeState,
+    Draft,
+    Drafter,
+    DrafterParams,
+    Sequences,
+    StrategyParams,
+)
 
 DTYPE = "bfloat16"
 LENGTH = 7
@@ -190,6 +197,8 @@ class Case(NamedTuple):
     propose: list[Part]
     extend: list[Part]
     bare: Any = None
+    member: int | None = None
+    """Which of several drafters the parts are of."""
 
 
 def drafter_layers(num, **changes):
@@ -277,7 +286,7 @@ def first_of():
     """Prompt lookup, which finds nothing here, then EAGLE-3."""
     case = eagle3()
     lookup = jaxdec.lookup(LENGTH, min_ngram=3)
-    return case._replace(config=jaxdec.first_of(lookup, case.config))
+    return case._replace(config=jaxdec.first_of(lookup, case.config), member=1)
 
 
 def block_config(markov="none", rank=0, num_layers=3, anchor_first=True):
@@ -452,6 +461,10 @@ def case_timers(lm, case):
         "propose": Timer(propose, params, state),
         "extend": Timer(extend, params, state),
     }
+    own = params.drafter
+    if case.member is not None:
+        own = DrafterParams(own=own.own[case.member], shared=own.shared[case.member])
+    params = params.replace(drafter=own)
     for kind in timers.copy():
         for i, part in enumerate(getattr(case, kind)):
             body, carry = part.body()
