@@ -229,7 +229,16 @@ def step_parts(lm: Any, program: Program) -> tuple[Body, Body, Body, Body, Body]
         drafter_state, draft = drafter.propose(
             params.drafter, state.drafter, state.sequences
         )
-        sequences = _touched(state.sequences, jnp.sum(draft.tokens))
+        found = jnp.sum(draft.tokens)
+        # The drafter's counters too: a block of masks is read without the anchor, and
+        # XLA would do it once, before the loop.
+        drafter_state = jax.tree.map(
+            lambda x: (
+                x + _zero(found, x.dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x
+            ),
+            drafter_state,
+        )
+        sequences = _touched(state.sequences, found)
         return state.replace(sequences=sequences, drafter=drafter_state)
 
     def extend(params, state):
@@ -285,8 +294,13 @@ def _touched(sequences, value):
 
     `value` is a sum of token ids, so it is never negative; XLA cannot know that.
     """
-    zero = (value < -1).astype(sequences.tokens.dtype)
-    return sequences.replace(tokens=sequences.tokens + zero)
+    tokens = sequences.tokens
+    return sequences.replace(tokens=tokens + _zero(value, tokens.dtype))
+
+
+def _zero(value, dtype):
+    """0, from a value that is not below -1; XLA cannot know."""
+    return (value < -1).astype(dtype)
 
 
 class Rounds:

@@ -108,6 +108,7 @@ def target_model(lm: Any, key: ProgramKey, taps: tuple[int, ...] = ()) -> Model:
         taps=taps,
         cache_dtype=lm.cache_dtype,
         min_rows=min_rows(lm, key),
+        is_exact=key.exact_width > 0,
     )
 
 

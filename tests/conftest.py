@@ -70,6 +70,10 @@ SLOW = (
     "test_cache.py::test_decoding_across_a_block[239]",
     "test_attention.py::test_beside_the_cache_equals_in_the_cache[256-3]",
     "test_attacks.py::test_certify_names_a_tie_of_one_ulp[10]",
+    *(
+        f"test_compiled.py::test_cpu_program_copies_no_cache_in_its_loop[{name}]"
+        for name in ("eagle", "peagle", "mtp", "mtp_modules", "dflash", "first_of")
+    ),
     "test_compiled.py::test_tpu_program_stays_on_the_chip[lookup]",
     "test_compiled.py::test_tpu_program_stays_on_the_chip[rejection]",
 )

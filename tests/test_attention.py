@@ -9,7 +9,12 @@ import pytest
 import toy
 
 from jaxdec.cache import write_tail
-from jaxdec.models.attention import attend, attend_all, attend_beside
+from jaxdec.models.attention import (
+    attend,
+    attend_all,
+    attend_beside,
+    attend_in_order,
+)
 from jaxdec.models.layers import matmul, take_rows
 
 B, T, H, G, D = 3, 4, 4, 2, 8
@@ -51,6 +56,45 @@ def test_beside_the_cache_equals_in_the_cache(capacity, window):
         query, *dirty, length, position, *more, twice, wide, **options
     )
     np.testing.assert_allclose(again, want, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("capacity", [256, 768])
+def test_a_node_rounds_like_its_path_alone(capacity, window):
+    """In order: the same bits for a node of a tree as for the end of a chain."""
+    query, cached, rows = arrays(capacity)
+    # Tails at the start, at or across the end of a block, and at the cache's end.
+    length = jnp.asarray([0, min(254, capacity - T - 2), capacity - T], jnp.int32)
+    seen = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
+    mask = jnp.broadcast_to(jnp.asarray(seen), (B, T, T))
+    position = length[:, None] + jnp.asarray([0, 1, 1, 2], jnp.int32)[None]
+    slot = jnp.arange(capacity)[None, None, :, None]
+    live = slot < length[:, None, None, None]
+    dirty = [jnp.where(live, c, jnp.nan) for c in cached]
+    options = dict(scale=D**-0.5, window=window)
+
+    def written(order):
+        return [
+            write_tail(c, r[:, :, order], length)
+            for c, r in zip(dirty, rows, strict=True)
+        ]
+
+    got = attend_in_order(query, *written([0, 1, 2, 3]), length, mask, **options)
+    for node, path in ((1, [0, 1, 2, 3]), (3, [0, 2, 3, 1])):
+        chain = attend_in_order(query[:, path], *written(path), length, None, **options)
+        np.testing.assert_array_equal(got[:, node], chain[:, path.index(node)])
+    clean = [jnp.where(jnp.isnan(w), 0.0, w) for w in written([0, 1, 2, 3])]
+    want = attend(query, *clean, length, position, mask, **options)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+    # A later forward finds the same entries in the cache instead of in its tail.
+    path = [0, 2, 3]
+    later = [
+        write_tail(write_tail(c, r[:, :, path], length), r[:, :, [3] * T], length + 2)
+        for c, r in zip(dirty, rows, strict=True)
+    ]
+    last = attend_in_order(query[:, [3] * T], *later, length + 2, None, **options)
+    fits = np.asarray(length) + 2 + T <= capacity
+    np.testing.assert_array_equal(last[fits, 0], got[fits, 3])
 
 
 def test_all_at_once_equals_the_definition():

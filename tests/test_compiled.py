@@ -16,14 +16,20 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxdec import decoding, program, strategies
 from jaxdec.drafters.draft_model import draft_model
-from jaxdec.drafters.eagle import recurrent_net
+from jaxdec.drafters.dspark import block_drafter
+from jaxdec.drafters.eagle import eagle, recurrent_net
+from jaxdec.drafters.first_of import first_of
 from jaxdec.drafters.lookup import lookup
+from jaxdec.drafters.mtp import mtp
 from jaxdec.drafters.none import none
 from jaxdec.drafters.recurrent_tree import recurrent_tree
+from jaxdec.models.block import BlockConfig, make_block_net
+from jaxdec.models.block_weights import init_block_params
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import abstract_params, make_model
 from jaxdec.models.eagle import init_eagle_params
 from jaxdec.models.eagle_config import EagleConfig
+from jaxdec.models.mtp import MtpConfig, init_mtp_params, make_mtp
 from jaxdec.types import DrafterParams, StrategyParams
 
 BATCH, SLOTS = 2, 64
@@ -52,6 +58,21 @@ EAGLE = EagleConfig(
     own_head=True,
     draft_length=4,
 )
+BLOCK = BlockConfig(
+    layers=dataclasses.replace(CONFIG, num_layers=2, qk_norm=True),
+    taps=(0, 1, 2),
+    block_size=4,
+    sample_from_anchor=True,
+    mask_token=0,
+    draft_vocab_size=300,
+    own_embedding=False,
+    own_head=True,
+    markov="none",
+    markov_rank=0,
+    confidence="none",
+    windows=(None, None),
+    causal=(False, False),
+)
 STRATEGIES = (
     "none",
     "lookup",
@@ -59,12 +80,52 @@ STRATEGIES = (
     "draft_model",
     "rejection",
 )
-TREES = ("eagle_tree",)
+TRAINED = (
+    "eagle_tree",
+    "eagle",
+    "peagle",
+    "mtp",
+    "mtp_modules",
+    "dflash",
+    "dspark",
+    "first_of",
+)
 """On CPU only: they take long to compile for a TPU."""
 
 
 def cache_shape(capacity):
     return f"[{BATCH},{CONFIG.num_kv_heads},{capacity},{CONFIG.head_dim}]"
+
+
+def trained(name, dtype):
+    """A drafter that reads the target, and the shapes of its own arrays."""
+    if name in ("dflash", "dspark"):
+        has_heads = name == "dspark"
+        config = dataclasses.replace(
+            BLOCK,
+            markov="vanilla" if has_heads else "none",
+            markov_rank=16 if has_heads else 0,
+            confidence="hidden_and_previous" if has_heads else "none",
+        )
+        drafter = block_drafter(make_block_net(config, dtype=dtype))
+        init = init_block_params
+    elif name.startswith("mtp"):
+        num = 2 if name == "mtp_modules" else 1
+        config = MtpConfig(
+            block=dataclasses.replace(CONFIG, num_layers=num),
+            num_target_layers=CONFIG.num_layers,
+            hidden_source="post",
+            recycle="post",
+        )
+        drafter, init = mtp(make_mtp(config, dtype=dtype), 4), init_mtp_params
+    else:
+        is_parallel = name == "peagle"
+        config = dataclasses.replace(EAGLE, mask_token=3 if is_parallel else None)
+        net, init = recurrent_net(config, dtype=dtype), init_eagle_params
+        drafter = eagle(config, length=4, dtype=dtype)
+        if name == "eagle_tree":
+            drafter = recurrent_tree(net, nodes=12, depth=4, width=3)
+    return drafter, jax.eval_shape(lambda: init(config, jax.random.key(0), dtype))
 
 
 def build(name, capacity):
@@ -83,10 +144,12 @@ def build(name, capacity):
         params = DrafterParams(own=None, shared=target)
         if name == "rejection":
             accept = decoding.acceptance.rejection
-    elif name == "eagle_tree":
-        net = recurrent_net(EAGLE, dtype=dtype)
-        drafter = recurrent_tree(net, nodes=12, depth=4, width=3)
-        own = jax.eval_shape(lambda: init_eagle_params(EAGLE, jax.random.key(0), dtype))
+    elif name == "first_of":
+        second, own = trained("dspark", dtype)
+        drafter = first_of(lookup(4), second)
+        params = DrafterParams(own=((), own), shared=((), target))
+    elif name in TRAINED:
+        drafter, own = trained(name, dtype)
         params = DrafterParams(own=own, shared=target)
     strategy = decoding.speculative(
         make_model(CONFIG, dtype=dtype, taps=drafter.taps),
@@ -171,7 +234,7 @@ def test_the_checks_can_fail():
     assert host_calls(jax.jit(calls_back).lower(x).compile().as_text())
 
 
-@pytest.mark.parametrize("name", STRATEGIES + TREES)
+@pytest.mark.parametrize("name", STRATEGIES + TRAINED)
 def test_cpu_program_copies_no_cache_in_its_loop(name):
     for kind, text in compiled_texts(name, CAPACITY).items():
         assert cache_shape(CAPACITY) in text

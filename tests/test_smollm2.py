@@ -1,5 +1,6 @@
 """The real model: SmolLM2-135M-Instruct, from the package index."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -7,9 +8,12 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 
 import jaxdec
 from jaxdec.models.decoder import make_model
+from jaxdec.strategies import StrategyConfig
+from jaxdec.types import DrafterParams
 
 pytestmark = pytest.mark.real
 GOLDENS = json.loads(
@@ -91,6 +95,40 @@ def test_exact_mode_covers_longer_chains():
     drafted = jaxdec.generate(lm, PROMPTS[1], strategy=jaxdec.lookup(12), **options)
     assert drafted[0].tokens == plain.tokens
     assert drafted[0].logprobs == plain.logprobs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tree(StrategyConfig):
+    """Drafts a known text, one token of it wrong, with a sibling beside each token."""
+
+    text: tuple[int, ...]
+
+    def build(self, lm, processor, min_rows):
+        del processor, min_rows
+        size, depth = lm.config.vocab_size, self.length // 2
+        inner = toy.corrupted(toy.script(depth, size), size)
+        drafts = np.full((1, 1, depth), toy.ORACLE)
+        own = toy.make_script(drafts, [self.text])
+
+        def propose(params, state, sequences):
+            return inner.propose(params.own, state, sequences)
+
+        tree = toy.tree_of(inner._replace(propose=propose), size)
+        return tree, DrafterParams(own=own, shared=())
+
+
+def test_exact_mode_covers_trees():
+    """A node's ancestors lie among its rivals: no sum may depend on where."""
+    lm = load("bfloat16")
+    options = dict(max_new_tokens=32, logprobs=0, stop_tokens=[], exact=True)
+    for prompt in PROMPTS:
+        plain = jaxdec.generate(lm, prompt, **options)
+        text = (*plain.run.call.prompts[0], *plain[0].tokens)
+        tree = Tree(name="tree", length=8, text=text)
+        drafted = jaxdec.generate(lm, prompt, strategy=tree, **options)
+        assert len(drafted.run.info.num_emitted[0]) < 22
+        assert drafted[0].tokens == plain[0].tokens
+        assert drafted[0].logprobs == plain[0].logprobs
 
 
 def test_certificates_pass():

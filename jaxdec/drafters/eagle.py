@@ -17,8 +17,7 @@ from jaxdec.drafters.recurrent import (
     RecurrentState,
     can_draft,
     chain,
-    extend_rows,
-    init_state,
+    make_drafter,
     vocabulary_of,
 )
 from jaxdec.models.eagle import make_network
@@ -98,9 +97,6 @@ def eagle(
         raise ValueError(f"draft length is {length}; give at least 1")
     network = make_network(config, dtype, cache_dtype)
 
-    def extend(params, state, commit):
-        return extend_rows(net, params, state, commit)
-
     def propose(params, state: RecurrentState, sequences: Sequences):
         batch = sequences.length.shape[0]
         hidden = state.hidden[:, None]
@@ -135,12 +131,4 @@ def eagle(
             log_probs=log_probs,
         )
 
-    return Drafter(
-        name=net.name,
-        max_length=length,
-        taps=net.taps,
-        init=lambda batch_size, capacity: init_state(net, batch_size, capacity),
-        extend=extend,
-        propose=propose,
-        keeps_state=True,
-    )
+    return make_drafter(net, length, propose)

@@ -148,9 +148,6 @@ def chain(
     if length < 1:
         raise ValueError(f"draft length is {length}; give at least 1")
 
-    def extend(params, state, commit):
-        return extend_rows(net, params, state, commit)
-
     def propose(params, state: RecurrentState, sequences: Sequences):
         batch = sequences.length.shape[0]
         first = state.cache.length
@@ -215,12 +212,24 @@ def chain(
         )
         return state, draft
 
+    return make_drafter(net, length, propose)
+
+
+def make_drafter(
+    net: RecurrentNet, length: int, propose: Callable, max_depth: int | None = None
+) -> Drafter:
+    """A recurrent drafter with this way to propose; `max_depth` is that of a tree."""
+
+    def extend(params, state, commit):
+        return extend_rows(net, params, state, commit)
+
     return Drafter(
-        name=net.name,
+        name=net.name if max_depth is None else f"{net.name} tree",
         max_length=length,
         taps=net.taps,
         init=lambda batch_size, capacity: init_state(net, batch_size, capacity),
         extend=extend,
         propose=propose,
+        max_depth=max_depth,
         keeps_state=True,
     )

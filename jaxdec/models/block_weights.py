@@ -113,7 +113,7 @@ def block_params_from_tensors(
         head = "markov_head"
         tree = {
             "rows": array(tensors[f"{head}.markov_w1.weight"]),
-            "out": {"weight": array(tensors[f"{head}.markov_w2.weight"])},
+            "out": {"weight": array(np.asarray(tensors[f"{head}.markov_w2.weight"]).T)},
         }
         if config.markov != "vanilla":
             # Apart, because the hidden states' share is computed for all places at

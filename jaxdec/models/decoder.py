@@ -163,6 +163,7 @@ def make_model(
     cache_dtype: str = "float32",
     min_rows: int = 2,
     num_layers: int | None = None,
+    is_exact: bool = False,
 ) -> Model:
     """The decoder as pure functions over a plain tree of arrays.
 
@@ -177,6 +178,9 @@ def make_model(
             of 2 to 7 rows; keeping plain and speculative decoding in one such class
             makes them equal bit for bit.
         num_layers: run only the first this many layers (then norm and head).
+        is_exact: sum attention in the order of positions, so that forwards of equally
+            many rows (see `min_rows`) give a token of a tree the very bits that plain
+            decoding gives it; slower, and without `Model.read`.
 
     Raises:
         ValueError: a tap that the model does not have.
@@ -217,6 +221,8 @@ def make_model(
         module = nnx.merge(graph, state)
         if depth != total:
             module.layers = nnx.List(list(module.layers)[:depth])
+        for layer in module.layers:
+            layer.attention.is_in_order = is_exact
         return module, (tokens, position, mask)
 
     def forward(params, cache, tokens, position, mask):
@@ -235,7 +241,7 @@ def make_model(
     return Model(
         init_cache=init_cache,
         forward=forward,
-        read=read,
+        read=None if is_exact else read,
         vocab_size=config.vocab_size,
         max_positions=config.max_positions,
         num_features=len(taps) * config.hidden_size,

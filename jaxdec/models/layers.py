@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxdec.cache import write_tail
-from jaxdec.models.attention import attend, attend_beside
+from jaxdec.models.attention import attend, attend_beside, attend_in_order
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.moe import apply_experts, route
 from jaxdec.models.rope import rotate
@@ -176,6 +176,8 @@ class Attention(nnx.Module):
         if config.is_scaled_by_layer:
             self.scale /= layer + 1
         self.window = config.layer_windows[layer] if config.layer_windows else None
+        # Set by `make_model` for the exact mode.
+        self.is_in_order = False
         kw = dict(dtype=dtype, out_first=out_first, rngs=rngs)
         fan_out = (heads + 2 * groups) * width
         num_in = config.hidden_size if num_in is None else num_in
@@ -211,16 +213,11 @@ class Attention(nnx.Module):
         query, key, value = self.project(x, cos_sin)
         keys = write_tail(keys, key, length)
         values = write_tail(values, value, length)
-        y = attend(
-            query,
-            keys,
-            values,
-            length,
-            position,
-            mask,
-            scale=self.scale,
-            window=self.window,
-        )
+        kw = dict(scale=self.scale, window=self.window)
+        if self.is_in_order:
+            y = attend_in_order(query, keys, values, length, mask, **kw)
+        else:
+            y = attend(query, keys, values, length, position, mask, **kw)
         return self.finish(x, y), keys, values
 
     def finish(self, x, attended):

@@ -188,7 +188,7 @@ def table_weights(table, confidence=(0.0, 0.0, 0.0)):
     own = init_block_params(TABLE_CONFIG, jax.random.key(0))
     own["head"]["weight"] = jnp.zeros((3, 8))
     own["markov"]["rows"] = jnp.eye(3)
-    own["markov"]["out"]["weight"] = jnp.asarray(table, jnp.float32).T
+    own["markov"]["out"]["weight"] = jnp.asarray(table, jnp.float32)
     by_token = jnp.asarray([confidence], jnp.float32)
     weight = jnp.concatenate([jnp.zeros((1, 8)), by_token], axis=1)
     own["confidence"]["proj"] = {"weight": weight, "bias": jnp.zeros((1,))}
