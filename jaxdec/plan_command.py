@@ -111,7 +111,7 @@ def rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
     found = []
     for item in plan["strategies"]:
         memory = item["memory"]
-        short = f"NO: {gib(memory['total'] - room)} GiB short"
+        short = f"NO (+{gib(memory['total'] - room)})"
         found.append(
             (
                 item["strategy"],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxdec import console
+from jaxdec import console, plan_command
 from jaxdec.ahead import Setting, build, step_work
 from jaxdec.cli import app
 from jaxdec.io.checkpoint import CheckpointError
@@ -150,8 +150,7 @@ def small_plan(names, **options):
 @pytest.mark.tpu
 @needs_libtpu
 def test_the_compiler_says_what_it_takes():
-    found = small_plan(("greedy", "eagle3"))
-    greedy, eagle = found.strategies
+    greedy, eagle = small_plan(("greedy", "eagle3")).strategies
     split = sizes("layers", "head", "embedding") * 2 / 4
     assert 1 <= greedy.memory.weights / split < 1.02
     own = jax.tree.leaves(build("eagle3", setting()).params.drafter.own)
@@ -166,10 +165,29 @@ def test_the_compiler_says_what_it_takes():
 
 @pytest.mark.tpu
 @needs_libtpu
-def test_what_is_too_large_does_not_fit():
-    (found,) = plan(CONFIG, ["greedy"], capacity=2**24).strategies
+def test_what_is_too_large_does_not_fit(tmp_path):
+    names = ["vocab_size", "hidden_size", "intermediate_size", "head_dim"]
+    values = {name: getattr(CONFIG, name) for name in names} | {
+        "model_type": "qwen3",
+        "num_hidden_layers": CONFIG.num_layers,
+        "num_attention_heads": CONFIG.num_heads,
+        "num_key_value_heads": CONFIG.num_kv_heads,
+        "max_position_embeddings": CONFIG.max_positions,
+        "rms_norm_eps": CONFIG.norm_eps,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    whole = plan(tmp_path, ["greedy"], capacity=2**24)
+    assert (
+        whole.settings["num_params"]
+        == small_plan(("greedy", "eagle3")).settings["num_params"]
+    )
+    (found,) = whole.strategies
     assert found.memory.is_refused and not found.fits
     # A head of 32 is padded to the 128 lanes of the chip.
+    assert plan_command.rows(whole.to_dict())[0][-1].startswith("NO (+")
     assert found.memory.total > 2**24 * KV_BYTES / 4 > found.memory.state * 0.99
 
 
