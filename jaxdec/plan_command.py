@@ -50,7 +50,7 @@ def plan(
         bool, typer.Option("--json", help="Print JSON, for machines.")
     ] = False,
 ) -> None:
-    """Say what fits on a TPU and what a step costs there, without the TPU.
+    """Say what fits on a TPU and what a step costs, without one.
 
     Compiles the decode loop of each strategy ahead of time, from a configuration alone.
     """
