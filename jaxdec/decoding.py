@@ -248,7 +248,12 @@ class Programs(NamedTuple):
 
 
 def jit_programs(strategy: Strategy, num_slots: int) -> Programs:
-    """Jits prefill and the whole loop. Only the engine's own state is donated."""
+    """Jits prefill and the whole loop. Only the engine's own state is donated.
+
+    Args:
+        strategy: what to run.
+        num_slots: room for records of steps, so the most steps of one call.
+    """
 
     def loop(params, state, max_steps):
         return generate(strategy, params, state, max_steps, num_slots=num_slots)

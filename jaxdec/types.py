@@ -260,6 +260,8 @@ class StrategyParams:
 
     target: Any
     drafter: Any
+    """Whatever the drafter's functions take: `DrafterParams`, or ``()`` if it has none.
+    """
 
 
 @pytree
