@@ -1,0 +1,58 @@
+"""Faults found by attack; each test states the right value and fails on main."""
+
+import jax
+import pytest
+import test_trained
+from test_trained import OPTIONS, PROMPTS, loaded
+
+import jaxdec
+from jaxdec import measure
+
+
+def test_nothing_compiles_outside_the_two_programs():
+    """B48: another number of steps is a value; today 8 eager slices compile for it."""
+    lm, _, _ = loaded("eagle3")
+    jaxdec.generate(lm, PROMPTS, max_new_tokens=20, stop_tokens=[])
+    seconds = []
+
+    def listen(name, value, **_):
+        if name == "/jax/core/compile/backend_compile_duration":
+            seconds.append(value)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jaxdec.generate(lm, PROMPTS, max_new_tokens=21, stop_tokens=[])
+        jaxdec.generate(lm, PROMPTS, max_new_tokens=5, stop_tokens=[])
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not seconds
+
+
+def test_a_limited_mixture_takes_another_draft_length():
+    """`FirstOfConfig.with_length` leaves the widths of the old length."""
+    lm, spark, _ = loaded("dspark")
+    mixed = jaxdec.first_of(
+        jaxdec.lookup(6, min_ngram=3), jaxdec.dspark(spark, threshold=0.3)
+    )
+    assert mixed.with_length(3).widths[-1] == 3
+    out = jaxdec.generate(lm, PROMPTS, strategy=mixed, draft_length=3, **OPTIONS)
+    assert [o.tokens for o in out] == test_trained.plain("dspark", 0.0)
+
+
+@pytest.mark.parametrize("rates", [[-1.0] * 30, [float("nan")] * 30, "abc"])
+def test_rates_that_are_none_are_refused(rates):
+    _, spark, _ = loaded("dspark")
+    with pytest.raises(ValueError):
+        jaxdec.dspark(spark, steps_per_second=rates)
+
+
+def test_a_draft_length_of_another_type_is_one_clear_error():
+    lm, spark, _ = loaded("dspark")
+    with pytest.raises(ValueError, match="draft length must be a whole number"):
+        jaxdec.generate(
+            lm,
+            PROMPTS,
+            strategy=jaxdec.dspark(spark, threshold=0.3),
+            draft_length="3",
+            **OPTIONS,
+        )
