@@ -1,12 +1,18 @@
 """Faults found by attack; each test states the right value and fails on main."""
 
+import dataclasses
+import subprocess
+import sys
+
 import jax
+import numpy as np
 import pytest
 import test_trained
 from test_trained import OPTIONS, PROMPTS, loaded
 
 import jaxdec
-from jaxdec import measure
+from jaxdec.io.checkpoint import CheckpointError
+from jaxdec.io.drafters.read import open_drafter, read_drafter
 
 
 def test_nothing_compiles_outside_the_two_programs():
@@ -56,3 +62,25 @@ def test_a_draft_length_of_another_type_is_one_clear_error():
             draft_length="3",
             **OPTIONS,
         )
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_weights_of_whole_numbers_are_refused(kind):
+    """EAGLE's reader refuses them by name; that of blocks takes them as they are."""
+    lm, _, _ = loaded(kind)
+    stored = open_drafter(test_trained.CASES / test_trained.DRAFTERS[kind])
+    tensors = {name: np.asarray(stored.tensors[name]) for name in stored.tensors}
+    name = next(n for n, x in tensors.items() if x.dtype == np.float32 and x.ndim == 2)
+    tensors[name] = tensors[name].view(np.int32)
+    damaged = dataclasses.replace(stored, tensors=tensors)
+    with pytest.raises(CheckpointError, match=name.split(".")[-2]):
+        read_drafter(damaged, lm.config)
+
+
+def test_a_topology_of_no_chips_is_refused():
+    """libtpu divides by it: SIGFPE ends the process. In a process of its own."""
+    program = (
+        "from jaxdec.planning.chips import find_topology; find_topology('v5e:0x0')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    assert done.returncode == 1 and b"ValueError" in done.stderr
