@@ -84,3 +84,13 @@ def test_a_topology_of_no_chips_is_refused():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True)
     assert done.returncode == 1 and b"ValueError" in done.stderr
+
+
+def test_a_saved_model_that_is_not_finite_is_refused(tmp_path):
+    """As `load` promises; it asks `check_finite` of all files but those of orbax."""
+    lm, _, _ = loaded("eagle3")
+    params = jax.tree.map(lambda x: x, lm.params)
+    params["embedding"] = params["embedding"].at[3].set(float("nan"))
+    jaxdec.LM(config=lm.config, params=params).save(tmp_path / "model")
+    with pytest.raises(CheckpointError, match="NaN"):
+        jaxdec.load(tmp_path / "model", dtype="float32")
