@@ -20,7 +20,7 @@ from jaxdec.io.checkpoint import (
     config_from_json,
     config_to_json,
 )
-from jaxdec.io.orbax import load_metadata, load_params, save_params
+from jaxdec.io.orbax import load_metadata, load_params, named_leaves, save_params
 from jaxdec.io.tokenizer import Tokenizer
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import abstract_params
@@ -193,6 +193,7 @@ def _restore(folder: Path, dtype: str, cache_dtype: str, mesh: Mesh | None) -> L
         )
     config = config_from_json(facts["config"])
     params, _ = load_params(folder, abstract_params(config, dtype))
+    check_finite({k: np.asarray(x) for k, x in named_leaves(params).items()})
     notes = {"mtp": "LM.save does not keep MTP modules; load the original"}
     has_tokenizer = (folder / "tokenizer.json").exists()
     return LM(

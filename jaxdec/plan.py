@@ -25,6 +25,7 @@ import jax
 
 from jaxdec.abstract_lm import DTYPE, STRATEGIES
 from jaxdec.ahead import Memory, Setting, build, loop_memory, step_work
+from jaxdec.decoding import PREFILL_CHUNK
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.hf_config import config_from_hf
 from jaxdec.models.config import ModelConfig
@@ -108,19 +109,29 @@ def plan(
             the topology.
         jaxdec.io.checkpoint.CheckpointError: the configuration cannot be read.
     """
+    if isinstance(strategies, str):
+        strategies = [name.strip() for name in strategies.split(",")]
     unknown = [name for name in strategies if name not in STRATEGIES]
     if unknown or not strategies:
         raise ValueError(
             f"cannot plan for strategies {', '.join(unknown) or 'of no name'}; give "
             f"some of {', '.join(STRATEGIES)}"
         )
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    for what, value in (("batch_size", batch_size), ("capacity", capacity)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(
+                f"{what} must be a whole number of at least 1, got {value!r}"
+            )
     if cache_dtype not in ("float32", "bfloat16"):
         raise ValueError(
             f"cache_dtype must be float32 or bfloat16, got {cache_dtype!r}; give one"
         )
     config = _config_of(model)
+    if capacity <= 2 * PREFILL_CHUNK:
+        raise ValueError(
+            f"capacity {capacity} must be above {2 * PREFILL_CHUNK}, so that prompt "
+            "and output find room beside what a step writes; give a larger one"
+        )
     setting = Setting(
         config=config,
         topology=find_topology(topology) if isinstance(topology, str) else topology,

@@ -80,7 +80,8 @@ class Program:
         """
         state, info, num = self.loop(self.params, state, jnp.int32(max_steps))
         num = int(num)
-        return state, jax.tree.map(lambda x: np.asarray(x[:, :num]), info), num
+        # Cut on the host: on the device, every new number would be a compilation.
+        return state, jax.tree.map(lambda x: np.asarray(x)[:, :num], info), num
 
 
 def bucket(value: int, smallest: int) -> int:

@@ -227,6 +227,8 @@ def calibration_error(
         said.append(np.cumprod(np.asarray(row, np.float64)[:judged]))
         happened.append(np.arange(judged) < accepted)
     said, happened = np.concatenate(said), np.concatenate(happened)
+    # A broken drafter's NaN says nothing, and must not hide what others said.
+    happened, said = happened[np.isfinite(said)], said[np.isfinite(said)]
     if not said.size:
         return None
     which = np.minimum((said * num_bins).astype(int), num_bins - 1)

@@ -26,6 +26,16 @@ Rule = Literal["match", "rejection"]
 _RULES = {"match": acceptance.match, "rejection": acceptance.rejection}
 
 
+def check_length(length: Any, least: int = 1) -> None:
+    """Raises ValueError for what is no draft length."""
+    is_whole = isinstance(length, int) and not isinstance(length, bool)
+    if not is_whole or length < least:
+        raise ValueError(
+            f"draft length must be a whole number of at least 1, got {length!r}; for "
+            "plain decoding use 'greedy' or 'sample'"
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
     """What all strategies share. `length` is K, the draft tokens a step at most."""
@@ -45,12 +55,7 @@ class StrategyConfig:
                 f"acceptance rule {self.rule!r} is unknown; use 'match' (any draft, "
                 "the default) or 'rejection' (drafts sampled from a draft model)"
             )
-        is_whole = isinstance(self.length, int) and not isinstance(self.length, bool)
-        if not is_whole or self.length < (1 if type(self) is not StrategyConfig else 0):
-            raise ValueError(
-                f"draft length must be a whole number of at least 1, got "
-                f"{self.length!r}; for plain decoding use 'greedy' or 'sample'"
-            )
+        check_length(self.length, 1 if type(self) is not StrategyConfig else 0)
 
     @property
     def members(self) -> tuple["StrategyConfig", ...]:

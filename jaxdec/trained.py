@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxdec import draft_length
 from jaxdec.drafters.first_of import first_of as combine
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.loaded_drafter import LoadedDrafter, Tree, native_drafter
-from jaxdec.strategies import Rule, StrategyConfig, lookup
+from jaxdec.strategies import Rule, StrategyConfig, check_length, lookup
 from jaxdec.types import DrafterParams
 
 
@@ -55,6 +56,12 @@ class TrainedConfig(StrategyConfig):
                 "rejection needs the distribution that drafts are sampled from, and "
                 "greedy drafts are not sampled; use rule='match'"
             )
+        rates = np.asarray(self.steps_per_second, np.float64)
+        if not np.all(np.isfinite(rates) & (rates >= 0)):
+            raise ValueError(
+                "steps_per_second are rates of forwards over 0, 1, 2, ... tokens, at "
+                f"least 0 each, got {self.steps_per_second}"
+            )
         is_limited = self.threshold is not None or self.steps_per_second
         if is_limited and not self.draft.has_confidence:
             raise ValueError(
@@ -72,6 +79,7 @@ class TrainedConfig(StrategyConfig):
 
     def with_length(self, length):
         """The same strategy with another K; of a tree, with other nodes."""
+        check_length(length)
         tree = self.tree
         if tree is not None:
             tree = dataclasses.replace(tree, nodes=length)
@@ -166,8 +174,11 @@ class FirstOfConfig(StrategyConfig):
 
     def with_length(self, length):
         """The same strategy with another K for all parts."""
+        check_length(length)
         parts = tuple(p.with_length(length) for p in self.parts)
-        return dataclasses.replace(self, length=length, parts=parts)
+        return dataclasses.replace(
+            self, length=length, parts=parts, widths=_joint_widths(parts, length)
+        )
 
     @property
     def proposal_mode(self) -> str:
@@ -252,6 +263,11 @@ def trained(
         length = tree.nodes
     if length is None:
         length = drafter.draft_length
+    if isinstance(steps_per_second, str):
+        raise ValueError(
+            f"steps_per_second must be numbers, got {steps_per_second!r}; give the "
+            "rate of forwards over 0, 1, 2, ... tokens"
+        )
     if widths is None:
         is_limited = threshold is not None or len(steps_per_second) > 0
         widths = _default_widths(length) if is_limited else ()
@@ -320,13 +336,18 @@ def first_of(*parts: StrategyConfig) -> FirstOfConfig:
             f"first_of takes strategies such as jaxdec.lookup(6), got {wrong[0]!r}"
         )
     length = max((p.length for p in parts), default=0)
-    widths = {w for p in parts for w in p.widths}
     return FirstOfConfig(
         name="first_of",
         length=max(length, 1),
         parts=parts,
-        widths=tuple(sorted(widths | {0, length})) if widths else (),
+        widths=_joint_widths(parts, length),
     )
+
+
+def _joint_widths(parts: Sequence[StrategyConfig], length: int) -> tuple[int, ...]:
+    """All widths of the parts; none where no part has any."""
+    widths = {w for p in parts for w in p.widths}
+    return tuple(sorted(widths | {0, length})) if widths else ()
 
 
 def add_drafter(lm: Any, drafter: LoadedDrafter) -> list[str]:

@@ -174,6 +174,21 @@ def check_finite(tensors: Mapping[str, np.ndarray]) -> None:
         )
 
 
+def check_floating(tensors: Mapping[str, np.ndarray]) -> None:
+    """Raises CheckpointError that names all tensors of whole numbers."""
+    wrong = [
+        f"{name} ({tensor.dtype})"
+        for name, tensor in tensors.items()
+        # bfloat16 is of kind "V": NumPy does not know it.
+        if tensor.dtype.kind in "iub"
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"weights must be floating-point numbers, and these are not: "
+            f"{', '.join(wrong)}; convert the checkpoint from its original"
+        )
+
+
 def as_dtype(name: str, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The tensor in this number format, after a look for NaN and infinities.
 

@@ -7,6 +7,7 @@ a checkpoint that does not fit the code is reported leaf by leaf.
 """
 
 import contextlib
+import hashlib
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,6 +41,21 @@ def _steps(path: tuple[Any, ...]) -> list[Any]:
 
 def _name(steps: list[Any]) -> str:
     return "/".join(str(s[0]) if isinstance(s, list) else str(s) for s in steps)
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by where they are, such as ``layers/0/mlp/up/weight``."""
+    found = tree_util.tree_flatten_with_path(tree)[0]
+    return {_name(_steps(where)): leaf for where, leaf in found}
+
+
+def _digest(arrays: Mapping[str, Any]) -> str:
+    """Of all arrays, bit for bit: Orbax itself does not notice what changed on disk."""
+    whole = hashlib.sha256()
+    for name in sorted(arrays):
+        whole.update(name.encode())
+        whole.update(np.ascontiguousarray(np.asarray(arrays[name])).view(np.uint8))
+    return whole.hexdigest()
 
 
 def _rebuild(leaves: list[tuple[list[Any], Any]]) -> Any:
@@ -90,14 +106,15 @@ def save_params(
     names = [_name(steps) for steps, _ in leaves]
     if len(set(names)) != len(names):
         raise CheckpointError("two leaves of the tree have the same path; rename one.")
+    arrays = {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
     record = {
         "metadata": dict(metadata),
+        "sha256": _digest(arrays),
         "leaves": [
             {"path": steps, "shape": list(leaf.shape), "dtype": str(leaf.dtype)}
             for steps, leaf in leaves
         ],
     }
-    arrays = {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         checkpointer.save(
             path,
@@ -158,8 +175,9 @@ def load_params(
             lists.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it does not fit the template: all
-            missing, unexpected and differing leaves are listed.
+        CheckpointError: There is no checkpoint, its arrays are not those that were
+            saved, or it does not fit the template: all missing, unexpected and
+            differing leaves are listed.
     """
     import orbax.checkpoint as ocp
 
@@ -173,6 +191,11 @@ def load_params(
             folder,
             args=ocp.args.Composite(arrays=ocp.args.PyTreeRestore(restore_args=host)),
         )["arrays"]
+        if record.get("sha256", "") not in ("", _digest(arrays)):
+            raise CheckpointError(
+                f"the arrays in {folder} are not those that were saved: the files are "
+                "damaged; copy or save them again"
+            )
     leaves = {name: jax.numpy.asarray(arrays[name]) for name in names}
     if template is None:
         paths = [leaf["path"] for leaf in record["leaves"]]

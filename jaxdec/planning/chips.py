@@ -65,7 +65,7 @@ def find_topology(name: str) -> Topology:
     Raises:
         ValueError: no such topology, or no compiler for it here.
     """
-    found = re.fullmatch(r"(\w+?):(\d+(?:x\d+){1,2})", name)
+    found = re.fullmatch(r"(\w+?):([1-9]\d*(?:x[1-9]\d*){1,2})", name)
     if found is None or found[1] not in _NAMES:
         raise ValueError(
             f"unknown topology {name!r}; give a TPU's kind and the shape of the slice, "

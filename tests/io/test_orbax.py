@@ -86,3 +86,15 @@ def test_what_cannot_be_saved_or_found(tmp_path, tree):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="incomplete"):
         load_params(tmp_path / "empty")
+
+
+def test_damage_on_disk_is_noticed(tmp_path, tree):
+    """A changed byte in the data still restores; the weights would be others."""
+    save_params(tmp_path / "p", {"norm": jnp.arange(4096.0)}, {})
+    files = [f for f in (tmp_path / "p" / "arrays").rglob("*") if f.is_file()]
+    data = max(files, key=lambda f: f.stat().st_size)
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    data.write_bytes(raw)
+    with pytest.raises(CheckpointError, match="not those that were saved|restored"):
+        load_params(tmp_path / "p")

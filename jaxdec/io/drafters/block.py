@@ -11,7 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxdec.io.checkpoint import CheckpointError, check_finite, shapes_of
+from jaxdec.io.checkpoint import (
+    CheckpointError,
+    check_finite,
+    check_floating,
+    shapes_of,
+)
 from jaxdec.io.drafters.block_formats import (
     Described,
     read_deepspec,
@@ -121,6 +126,7 @@ def read_block(
     loaded = {
         name: np.asarray(tensors[stored[name][0]]) for name in wanted if name != "d2t"
     }
+    check_floating(loaded)
     check_finite(loaded)
     if "d2t" in wanted:
         ids = target_ids(config, tensors, stored, overrides)
