@@ -250,13 +250,20 @@ def compare(
     terminal.prepare_jax()
     from jaxdec.compare import compare as run
     from jaxdec.compare import plan
+    from jaxdec.io.storage import make_folder
     from jaxdec.report import tables
     from jaxdec.strategies import BY_NAME, check_name
 
-    names = [name.strip() for name in strategies.split(",") if name.strip()]
+    names = [name.strip() for name in strategies.split(",")]
+    if not all(names):
+        raise ValueError(
+            f"--strategies has an empty name, got {strategies!r}; give names with "
+            "commas between them, such as greedy,lookup"
+        )
     for name in names:
         check_name(name)
     plan([n for n in names if n in BY_NAME], temperature, draft_length)
+    make_folder(out)
     lm = _load(model, dtype, drafter)
     with terminal.progress_bar() as progress:
         comparison = run(
@@ -336,10 +343,14 @@ def models(as_json: Json = False) -> None:
 
 def _load(model: str, dtype: str, drafters: Sequence[str] | None = None) -> Any:
     import jaxdec
+    from jaxdec.io.hub import resolve
 
+    # Before the model is loaded: they may be absent.
+    for name in drafters or ():
+        resolve(name, terminal.notice, "drafter")
     lm = jaxdec.load(model, dtype=dtype, progress=terminal.notice)
     for name in drafters or ():
-        jaxdec.add_drafter(lm, jaxdec.load_drafter(name, lm, progress=terminal.notice))
+        jaxdec.add_drafter(lm, jaxdec.load_drafter(name, lm))
     return lm
 
 

@@ -58,7 +58,7 @@ def open_drafter(name: str | Path, progress: Progress | None = None) -> StoredDr
     Raises:
         CheckpointError: nothing is there, or no format is recognised.
     """
-    folder = resolve(name, progress)
+    folder = resolve(name, progress, "drafter")
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is a file; a drafter is a folder with config.json and its "
