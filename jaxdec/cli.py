@@ -309,14 +309,18 @@ def inspect(
 ) -> None:
     """Say what a model or a drafter is."""
     from jaxdec.report.inspection import inspect as look
+    from jaxdec.report.inspection import rows
 
     facts = look(path, target, terminal.notice)
     if as_json:
         typer.echo(json.dumps(facts, allow_nan=False, ensure_ascii=False))
         return
-    terminal.print_table(
-        terminal.output(), ("", ""), [(k, _plain(v)) for k, v in facts.items()]
-    )
+    console = terminal.output()
+    terminal.print_table(console, ("", ""), rows(facts))
+    if "fits" in facts:
+        console.print(
+            f"fits {facts['fits']}", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 @app.command()
@@ -334,7 +338,13 @@ def models(as_json: Json = False) -> None:
         for m in found["built_in"]
     ]
     rows += [
-        (m["name"], f"converted to {m['dtype']}", f"{m['bytes'] / 1e6:.0f} MB")
+        (
+            m["name"]
+            if m["name_in_the_file"] in (None, m["name"])
+            else f"{m['name']}\n(in the file: {m['name_in_the_file']})",
+            f"converted to {m['dtype']}",
+            f"{m['bytes'] / 1e6:.0f} MB",
+        )
         for m in found["converted"]
     ]
     terminal.print_table(console, ("model", "what", "state"), rows)
@@ -352,15 +362,3 @@ def _load(model: str, dtype: str, drafters: Sequence[str] | None = None) -> Any:
     for name in drafters or ():
         jaxdec.add_drafter(lm, jaxdec.load_drafter(name, lm))
     return lm
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {item}" for key, item in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return "-" if value is None else str(value)

@@ -27,21 +27,36 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 BUILT_IN = ("smollm2",)
 """Names that `resolve` knows."""
 
+_NAMES = {_SHA256: "SmolLM2-135M-Instruct"}
+"""What models are called whose files call them something else."""
+
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)((?:/[\w.-]+)*\.gguf)?(?:@([\w./-]+))?")
+
+
+def known_name(content_hash: str, stored: str | None) -> str | None:
+    """What a model is called: by its file, unless another name is better known."""
+    return _NAMES.get(content_hash, stored)
 
 
 def check_name(name: Any, what: str = "model") -> None:
     """Raises CheckpointError for what cannot be a name."""
     if not isinstance(name, str | os.PathLike):
         raise CheckpointError(
-            f"a {what} is named by a text or a path, got {name!r}; pass a folder, or a "
-            "Hub id (owner/name)"
+            f"a {what} is named by a text or a path, got {name!r}; pass {_ways(what)}"
         )
     # `Path("")` is the folder that the process happens to stand in.
     if not os.fspath(name).strip():
         raise CheckpointError(
-            f"the name of the {what} is empty; pass a folder, or a Hub id (owner/name)"
+            f"the name of the {what} is empty, got {name!r}; pass {_ways(what)}"
         )
+
+
+def _ways(what: str) -> str:
+    """How such a thing can be named."""
+    if what == "drafter":
+        return "a folder, or a Hub id (owner/name)"
+    built_in = ", ".join(BUILT_IN)
+    return f"a folder, a .gguf file, {built_in}, or a Hub id (owner/name)"
 
 
 def resolve(
@@ -73,12 +88,11 @@ def resolve(
         return _smollm2(progress)
     match = _HUB_ID.fullmatch(text)
     if match is None or text.startswith("."):
-        built_in = f", nor a built-in name ({', '.join(BUILT_IN)})"
+        others = "" if what == "drafter" else " or .gguf file, nor a built-in name "
+        others += "" if what == "drafter" else f"({', '.join(BUILT_IN)})"
         raise CheckpointError(
-            f"no {what} {text!r}: it is neither an existing folder"
-            f"{'' if what == 'drafter' else ' or .gguf file'}"
-            f"{'' if what == 'drafter' else built_in}, nor a Hub id (owner/name); "
-            "check the path"
+            f"no {what} {text!r}: it is neither an existing folder{others}, nor a Hub "
+            "id (owner/name); check the path"
         )
     return _from_hub(match[1], match[2], match[3], progress)
 
