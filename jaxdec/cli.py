@@ -341,7 +341,7 @@ def models(as_json: Json = False) -> None:
         (
             m["name"]
             if m["name_in_the_file"] in (None, m["name"])
-            else f"{m['name']}\n(in the file: {m['name_in_the_file']})",
+            else f"{m['name']}\n(file: {m['name_in_the_file']})",
             f"converted to {m['dtype']}",
             f"{m['bytes'] / 1e6:.0f} MB",
         )

@@ -302,7 +302,7 @@ def test_the_built_in_model_goes_by_its_better_known_name(run, tmp_path):
     (folder / "checkpoint.json").write_text(json.dumps(record))
     status, out, _ = run("models")
     assert status == 0 and "SmolLM2-135M-Instruct" in out
-    assert f"(in the file: {stored})" in out
+    assert f"(file: {stored})" in out
 
 
 def test_models(run, tmp_path):

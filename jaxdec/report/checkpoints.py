@@ -81,7 +81,11 @@ def _rope(rope: RopeConfig) -> str:
     text = f"rotary, theta {theta}"
     if rope.kind == "factors":
         return f"{text}, scaled for each frequency"
-    return text if rope.kind == "default" else f"{text}, {rope.kind} x {rope.factor:g}"
+    return (
+        text
+        if rope.kind == "default"
+        else f"{text}, scaled x {rope.factor:g} ({rope.kind})"
+    )
 
 
 _ORDER = (

@@ -291,8 +291,6 @@ def _facts(config: BlockConfig, found: Described, overrides) -> dict[str, Any]:
 def _attention(config: BlockConfig) -> str:
     """What a row sees: of the context, and of the block that it is in."""
     context = attention(config.windows)
-    if any(window is not None for window in config.windows):
-        context += f", counted from the {config.window_from}"
     causal = [i for i, is_causal in enumerate(config.causal) if is_causal]
     if not causal:
         return f"{context}; all of its block"
