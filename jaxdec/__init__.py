@@ -18,6 +18,7 @@ from jaxdec.decoding import autoregressive, jit_programs, speculative
 from jaxdec.evidence import Evidence
 from jaxdec.lm import LM, load
 from jaxdec.loaded_drafter import LoadedDrafter, Tree, load_drafter
+from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import init_params, make_model
 from jaxdec.report.comparison import Comparison
 from jaxdec.sampling_params import make_sampling_params
@@ -91,6 +92,7 @@ __all__ = [
     "self_draft",
     "trained",
     # Engine.
+    "ModelConfig",
     "autoregressive",
     "decoding",
     "init_params",

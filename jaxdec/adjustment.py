@@ -46,6 +46,26 @@ class Nodes:
             is_chain=self.is_chain,
         )
 
+    def padded(self, num: int) -> "Nodes":
+        """`num` nodes at least: those added are of no path, and mean nothing."""
+        have = self.depth.shape[1]
+        more = max(0, num - have)
+        own = jnp.arange(have + more) >= have
+        ancestors = jnp.pad(self.ancestors, ((0, 0), (0, more), (0, more)))
+        # Along a chain they just go on; in a tree they see nobody but themselves.
+        sees = jnp.eye(have + more, dtype=bool)
+        steps = jnp.zeros((more,), jnp.int32)
+        if self.is_chain:
+            sees = jnp.tril(jnp.ones((have + more, have + more), bool))
+            steps = jnp.arange(1, more + 1, dtype=jnp.int32)
+        last = self.depth[:, -1:]
+        return Nodes(
+            tokens=jnp.pad(self.tokens, ((0, 0), (0, more))),
+            ancestors=ancestors | (sees & own[:, None])[None],
+            depth=jnp.concatenate([self.depth, last + steps[None]], axis=1),
+            is_chain=self.is_chain,
+        )
+
 
 def chain_nodes(
     tokens: Int[Array, "B N"], node: Int[Array, ""] | int | None = None

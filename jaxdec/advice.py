@@ -8,6 +8,7 @@ become one record, and a verdict in words.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from jaxdec.planning.findings import (
     plain_round_finding,
     round_time_finding,
     scheduling_finding,
+    timing_finding,
 )
 from jaxdec.planning.ranking import GREEDY, Baseline, Ranking, rank, unranked
 
@@ -60,6 +62,7 @@ def advise(
     throughput_tokens_per_s: Number | None = None,
     p99_gap_ms: Number | None = None,
     floor_ms: Number | None = None,
+    step_ms: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> Advice:
     """Says which strategy to use, at which length, and which to turn off.
 
@@ -75,6 +78,8 @@ def advise(
         throughput_tokens_per_s: Of all requests together, in the strategy in use.
         p99_gap_ms: 99th percentile of the time between a request's tokens.
         floor_ms: Time that reading the weights and KV state once takes, if known.
+        step_ms: By strategy, plain decoding among them, the mean time of the steps of
+            each request.
     """
     if not (math.isfinite(plain_tpot_ms) and plain_tpot_ms > 0):
         raise ValueError(
@@ -95,7 +100,8 @@ def advise(
         rankings[0] = dataclasses.replace(rankings[0], action="use")
     best = rankings[0] if rankings and rankings[0].action == "use" else None
 
-    findings = []
+    steadiness = timing_finding(step_ms, [n for n in step_ms if n not in strategies])
+    findings = [steadiness]
     if floor_ms is not None:
         findings.append(plain_round_finding(plain, floor_ms))
     for ranking in rankings:
@@ -121,7 +127,14 @@ def advise(
     if len(output_lengths):
         length = float(np.mean(output_lengths))
         findings.append(
-            num_rounds_finding(name, tpot_ms, tokens_per_step, prefill_ms, length)
+            num_rounds_finding(
+                name,
+                tpot_ms,
+                tokens_per_step,
+                prefill_ms,
+                length,
+                is_plain=best is None,
+            )
         )
     findings.append(
         scheduling_finding(
@@ -135,24 +148,40 @@ def advise(
     )
     return Advice(
         best=name,
-        verdict=verdict(best, rankings, plain),
+        verdict=verdict(best, rankings, plain, steadiness),
         findings=tuple(f for f in findings if f is not None),
         rankings=tuple(rankings),
     )
 
 
-def verdict(best: Ranking | None, rankings: Sequence[Ranking], plain: Baseline) -> str:
-    """The sentences that open a report."""
+def verdict(
+    best: Ranking | None,
+    rankings: Sequence[Ranking],
+    plain: Baseline,
+    unsteady: Finding | None = None,
+) -> str:
+    """The sentences that close a report."""
+    lines = []
+    if unsteady is not None:
+        lines.append(
+            f"The times are not to be trusted ({unsteady.strategy}: "
+            f"{unsteady.reason}): {unsteady.instruction}. What they say:"
+        )
     if best is None:
-        lines = [f"Use {plain.kind} decoding: {plain.tpot_ms:.2f} ms a token."]
+        lines.append(f"Use {plain.kind} decoding: {plain.tpot_ms:.2f} ms a token.")
     else:
-        lines = [f"Use {best.strategy}: {best.reason}."]
-        k = best.best_draft_length
+        lines.append(f"Use {best.strategy}: {best.reason}.")
+        k, used = best.best_draft_length, best.draft_length
         if k:
+            at_used = best.predicted_tpot_ms.get(used)
+            as_run = f"at {used}, as run"
+            if k != used and at_used is not None:
+                as_run += f", predicted {at_used:.2f} and"
+            else:
+                as_run += ","
             lines.append(
-                f"Best draft length {k}: predicted "
-                f"{best.predicted_tpot_ms[k]:.2f} ms a token, measured "
-                f"{best.measured_tpot_ms:.2f}."
+                f"Best draft length {k}: predicted {best.predicted_tpot_ms[k]:.2f} ms "
+                f"a token; {as_run} measured {best.measured_tpot_ms:.2f}."
             )
     for ranking in rankings:
         if ranking.action == "turn_off":

@@ -164,6 +164,9 @@ class Certificate:
         """Plain JSON-valid values."""
         return json.loads(json.dumps(dataclasses.asdict(self), allow_nan=False))
 
+    def __str__(self) -> str:
+        return self.summary()
+
     def summary(self) -> str:
         """One line for people."""
         parts = [f"{self.num_positions} positions"]

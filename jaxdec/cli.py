@@ -7,6 +7,7 @@ without a traceback: exit status 1, or 2 if the command line itself is wrong.
 """
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -55,6 +56,12 @@ Drafter = Annotated[
         help="A trained drafter: a folder or a Hub id; may be given several times."
     ),
 ]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        help="For draft_model: a smaller model with the same tokenizer, as --model."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 DraftLength = Annotated[
     int | None, typer.Option(help="Draft tokens a step; each strategy has its own.")
@@ -99,6 +106,7 @@ def generate(
         ),
     ] = "greedy",
     drafter: Drafter = None,
+    draft_model: DraftModel = None,
     draft_length: DraftLength = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 128,
     temperature: Annotated[
@@ -129,7 +137,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     exact: Annotated[
         bool,
-        typer.Option("--exact", help="Equal plain decoding bit for bit, in bfloat16."),
+        typer.Option("--exact", help="Equal plain decoding bit for bit; slower."),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -149,6 +157,7 @@ def generate(
     from jaxdec import measure, strategies
 
     strategies.check_name(strategy)
+    _check_draft_model([strategy], draft_model)
     if strategy in strategies.BY_NAME:  # Before the model is loaded.
         strategies.resolve(strategy, draft_length)
     options: dict[str, Any] = {
@@ -166,7 +175,7 @@ def generate(
     jaxdec.sampling.make_sampling_params(
         1, temperature=temperature or 0.0, top_k=top_k, top_p=top_p, min_p=min_p
     )
-    lm = _load(model, dtype, drafter)
+    lm = _load(model, dtype, drafter, draft_model)
     config = strategies.resolve(strategy, draft_length, lm)
     options["strategy"] = config
     if as_json:
@@ -212,6 +221,7 @@ def compare(
         str, typer.Option(help="Names, with commas; greedy is always run.")
     ] = "greedy,sample,lookup,self_draft",
     drafter: Drafter = None,
+    draft_model: DraftModel = None,
     prompts: Annotated[
         str,
         typer.Option(
@@ -235,7 +245,7 @@ def compare(
     dtype: Dtype = "bfloat16",
     exact: Annotated[
         bool,
-        typer.Option("--exact", help="Equal plain decoding bit for bit, in bfloat16."),
+        typer.Option("--exact", help="Equal plain decoding bit for bit; slower."),
     ] = False,
     out: Annotated[
         Path, typer.Option(help="Folder for report.json and report.md.")
@@ -252,7 +262,7 @@ def compare(
     from jaxdec.compare import plan
     from jaxdec.io.storage import make_folder
     from jaxdec.report import tables
-    from jaxdec.strategies import BY_NAME, check_name
+    from jaxdec.strategies import BY_NAME, check_name, resolve
 
     names = [name.strip() for name in strategies.split(",")]
     if not all(names):
@@ -262,9 +272,10 @@ def compare(
         )
     for name in names:
         check_name(name)
+    _check_draft_model(names, draft_model)
     plan([n for n in names if n in BY_NAME], temperature, draft_length)
     make_folder(out)
-    lm = _load(model, dtype, drafter)
+    lm = _load(model, dtype, drafter, draft_model)
     with terminal.progress_bar() as progress:
         comparison = run(
             lm,
@@ -290,6 +301,20 @@ def compare(
     console.print()
     for line in tables.advice_lines(report):
         console.print(f"- {line}", markup=False, highlight=False)
+    best = next(e for e in comparison.entries if e.label == comparison.advice.best)
+    again = ["--strategy", best.config.name]
+    if best.config.length != resolve(best.config.name, lm=lm).length:
+        again += ["--draft-length", str(best.config.length)]
+    again += ["--model", model] if model != "smollm2" else []
+    again += [word for path in drafter or () for word in ("--drafter", path)]
+    again += ["--draft-model", draft_model] if draft_model else []
+    console.print()
+    console.print(
+        f"Try it: jaxdec generate PROMPT {shlex.join(again)}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
     terminal.errors().print(
         f"wrote {out / 'report.json'} and {out / 'report.md'}", style="dim"
     )
@@ -351,7 +376,21 @@ def models(as_json: Json = False) -> None:
     console.print(f"cache: {found['cache']}", style="dim", soft_wrap=True)
 
 
-def _load(model: str, dtype: str, drafters: Sequence[str] | None = None) -> Any:
+def _check_draft_model(names: Sequence[str], draft_model: str | None) -> None:
+    """Before anything is loaded: the option and the strategy belong together."""
+    if ("draft_model" in names) != (draft_model is not None):
+        raise ValueError(
+            "strategy 'draft_model' and --draft-model MODEL, a smaller model with the "
+            "same tokenizer, go together; give both or neither"
+        )
+
+
+def _load(
+    model: str,
+    dtype: str,
+    drafters: Sequence[str] | None = None,
+    draft_model: str | None = None,
+) -> Any:
     import jaxdec
     from jaxdec.io.hub import resolve
 
@@ -359,6 +398,9 @@ def _load(model: str, dtype: str, drafters: Sequence[str] | None = None) -> Any:
     for name in drafters or ():
         resolve(name, terminal.notice, "drafter")
     lm = jaxdec.load(model, dtype=dtype, progress=terminal.notice)
+    if draft_model is not None:
+        draft = jaxdec.load(draft_model, dtype=dtype, progress=terminal.notice)
+        lm.strategies["draft_model"] = jaxdec.draft_model(draft)
     for name in drafters or ():
         jaxdec.add_drafter(lm, jaxdec.load_drafter(name, lm))
     return lm

@@ -36,7 +36,7 @@ from jaxdec.types import (
     Strategy,
     StrategyParams,
 )
-from jaxdec.verification import scorer
+from jaxdec.verification import exact_width, scorer
 
 PREFILL_CHUNK = 64
 """Prompt tokens read per forward: enough rows to be bound by compute."""
@@ -164,6 +164,7 @@ def speculative(
                 path,
                 emitted,
                 num_logprobs,
+                exact_width(model, tokens.shape[0]) if model.is_exact else 0,
             ),
             observed=()
             if observe is None
@@ -248,7 +249,12 @@ class Programs(NamedTuple):
 
 
 def jit_programs(strategy: Strategy, num_slots: int) -> Programs:
-    """Jits prefill and the whole loop. Only the engine's own state is donated."""
+    """Jits prefill and the whole loop. Only the engine's own state is donated.
+
+    Args:
+        strategy: what to run.
+        num_slots: room for records of steps, so the most steps of one call.
+    """
 
     def loop(params, state, max_steps):
         return generate(strategy, params, state, max_steps, num_slots=num_slots)
@@ -395,8 +401,11 @@ def _counts(sequences, draft, nodes, accepted, count, stop_count) -> dict:
     }
 
 
-def _logprobs(logits, path, emitted, num: int | None) -> dict:
-    """What is reported of each emitted token; log-probabilities count as logits."""
+def _logprobs(logits, path, emitted, num: int | None, width: int) -> dict:
+    """What is reported of each emitted token; log-probabilities count as logits.
+
+    The sums run over `width` rows at least, so that they round alike.
+    """
     if num is None:
         batch, nodes = emitted.shape
         return {
@@ -404,5 +413,15 @@ def _logprobs(logits, path, emitted, num: int | None) -> dict:
             "top_logprobs": jnp.zeros((batch, nodes, 0), jnp.float32),
             "top_tokens": jnp.zeros((batch, nodes, 0), jnp.int32),
         }
-    own, top, ids = sampling.token_logprobs(_along(logits, path), emitted, num)
-    return {"logprobs": own, "top_logprobs": top, "top_tokens": ids}
+    rows = emitted.shape[1]
+    logits = _along(logits, path)
+    if width > rows:
+        missing = ((0, 0), (0, width - rows))
+        logits = jnp.pad(logits, (*missing, (0, 0)))
+        emitted = jnp.pad(emitted, missing)
+    if width:
+        # Sums are not to be fused with how their rows were picked.
+        logits = jax.lax.optimization_barrier(logits)
+    own, top, ids = sampling.token_logprobs(logits, emitted, num)
+    found = {"logprobs": own, "top_logprobs": top, "top_tokens": ids}
+    return {name: x[:, :rows] for name, x in found.items()}

@@ -74,6 +74,13 @@ class LM:
             places = param_shardings(self.config, self.dtype, self.mesh)
             self.params = jax.device_put(self.params, places)
 
+    def __repr__(self) -> str:
+        millions = self.num_params / 1e6
+        return (
+            f"LM({self.name!r}: {self.config.family}, {millions:.1f} M parameters, "
+            f"{self.dtype})"
+        )
+
     def program(self, key: ProgramKey) -> tuple[Program, bool]:
         """The compiled program of a key, and whether it had to be compiled now."""
         if key in self.programs:

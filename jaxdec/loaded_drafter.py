@@ -64,15 +64,34 @@ class LoadedDrafter:
     family: Literal["eagle", "block", "mtp"]
     config: Any
     """Its normalised record: `EagleConfig`, `BlockConfig` or `MtpConfig`."""
-    own: Params
+    own: Params = dataclasses.field(repr=False)
     """Its arrays; what it shares with the target is not among them."""
     name: str
     format: str
     """Who writes such files, in words."""
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any] = dataclasses.field(repr=False)
     """Layout, taps, vocabulary, heads, choices: what ``jaxdec inspect`` shows."""
     dtype: str = "float32"
     content_hash: str = ""
+    target: ModelConfig | None = dataclasses.field(default=None, repr=False)
+    """Of the target that it was loaded and checked for."""
+
+    def check_target(self, lm: Any) -> None:
+        """Raises ValueError if it was loaded for a target of another shape."""
+        own = self.target
+        if own is None or own == lm.config:
+            return
+        different = [
+            f"{field.name} {getattr(own, field.name)!r} against "
+            f"{getattr(lm.config, field.name)!r}"
+            for field in dataclasses.fields(own)
+            if getattr(own, field.name) != getattr(lm.config, field.name)
+        ]
+        raise ValueError(
+            f"the drafter {self.name!r} was loaded for another target than "
+            f"{lm.name!r} ({', '.join(different[:3])}); load it for this one: "
+            "jaxdec.load_drafter(path, lm)"
+        )
 
     @property
     def kind(self) -> str:
@@ -270,4 +289,5 @@ def from_checkpoint(
         facts=checkpoint.facts,
         dtype=lm.dtype,
         content_hash=content_hash,
+        target=lm.config,
     )

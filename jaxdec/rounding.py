@@ -14,7 +14,8 @@ A class of matmuls is not the whole of a forward: other operations depend on sha
 and beyond a few rows they were seen to differ. So the exact mode does not rely on
 classes: it pads every forward, plain decoding's too, to the very same number of rows,
 and attention then sums in the order of positions (`models.attention.attend_in_order`),
-since the nodes of a tree lie elsewhere in the cache than the tokens of a chain.
+since the nodes of a tree lie elsewhere in the cache than the tokens of a chain. What
+adds up over the vocabulary (top-p, log-probabilities) runs over as many rows, too.
 """
 
 import functools

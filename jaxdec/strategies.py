@@ -71,6 +71,10 @@ class StrategyConfig:
         """What applies when a call names no temperature."""
         return 0.7 if self.name == "sample" else 0.0
 
+    def check(self, lm: Any) -> None:
+        """Raises ValueError if it cannot draft for this model."""
+        del lm
+
     def build(
         self, lm: Any, processor: LogitsProcessor | None, min_rows: int
     ) -> tuple[Drafter, DrafterParams]:
@@ -145,13 +149,16 @@ class SelfDraftConfig(StrategyConfig):
         """How drafts are made, in a word."""
         return "chain"
 
-    def build(self, lm, processor, min_rows):
-        """A draft model of the first layers; nothing is copied."""
+    def check(self, lm):
+        """Raises ValueError if the model has fewer layers."""
         if not 1 <= self.num_layers <= lm.config.num_layers:
             raise ValueError(
                 f"self_draft asks for {self.num_layers} layers, but the model has "
                 f"{lm.config.num_layers}; give 1 to {lm.config.num_layers}"
             )
+
+    def build(self, lm, processor, min_rows):
+        """A draft model of the first layers; nothing is copied."""
         drafter = _drafter_of(self, lm, processor, min_rows, self.num_layers)
         drafter = drafter._replace(name="self_draft")
         return drafter, DrafterParams(own=None, shared=lm.params)
@@ -174,8 +181,8 @@ class DraftModelConfig(StrategyConfig):
                 "draft_model(jaxdec.load(...))"
             )
 
-    def build(self, lm, processor, min_rows):
-        """The draft model, after checking that it speaks the target's tokens."""
+    def check(self, lm):
+        """Raises ValueError if the draft model does not speak the target's tokens."""
         draft = self.draft
         if lm.tokenizer is not None and draft.tokenizer is not None:
             difference = lm.tokenizer.compatible(draft.tokenizer)
@@ -189,8 +196,12 @@ class DraftModelConfig(StrategyConfig):
                 f"the draft model has {draft.config.vocab_size} tokens and the target "
                 f"{lm.config.vocab_size}; use a draft model with the same vocabulary"
             )
-        drafter = _drafter_of(self, draft, processor, min_rows)
-        return drafter, DrafterParams(own=draft.params, shared=())
+
+    def build(self, lm, processor, min_rows):
+        """The draft model."""
+        del lm
+        drafter = _drafter_of(self, self.draft, processor, min_rows)
+        return drafter, DrafterParams(own=self.draft.params, shared=())
 
 
 def _drafter_of(
@@ -266,12 +277,12 @@ def check_name(strategy: str, lm: Any = None) -> None:
     if strategy in BY_NAME or strategy in own:
         return
     wants_drafter = strategy.removesuffix("_tree") in TRAINED or strategy == "first_of"
-    if wants_drafter and lm is None:
+    if lm is None and (wants_drafter or strategy == "draft_model"):
         return
     if strategy == "draft_model":
         raise ValueError(
-            "draft_model needs a model, and a name gives none; pass "
-            "jaxdec.draft_model(other_lm)"
+            "strategy 'draft_model' needs a model, and its name gives none; pass "
+            "jaxdec.draft_model(other_lm), or --draft-model MODEL"
         )
     if wants_drafter:
         # What keeps the modules from drafting keeps whatever is made of them.
@@ -286,7 +297,8 @@ def check_name(strategy: str, lm: Any = None) -> None:
     others = [n for n in (*TRAINED, *trees, "first_of") if n not in own]
     raise ValueError(
         f"unknown strategy {strategy!r}; use one of {', '.join([*BY_NAME, *own])}"
-        + (f"; or, with --drafter PATH, {', '.join(others)}" if others else "")
+        + (f"; with --drafter PATH, {', '.join(others)}" if others else "")
+        + ("" if "draft_model" in own else "; with --draft-model MODEL, draft_model")
     )
 
 
@@ -301,7 +313,8 @@ def resolve(
         lm: the target, whose own strategies have names too (`LM.strategies`).
 
     Raises:
-        ValueError: an unknown name, or a draft length for a strategy without drafts.
+        ValueError: an unknown name, a drafter for another target, or a draft length
+            for a strategy without drafts.
     """
     if isinstance(strategy, str):
         check_name(strategy, lm)
@@ -312,6 +325,8 @@ def resolve(
             f"a strategy is a name or a configuration such as jaxdec.lookup(length=6), "
             f"got {strategy!r}"
         )
+    if lm is not None:
+        strategy.check(lm)
     if draft_length is None:
         return strategy
     if strategy.length == 0:

@@ -56,6 +56,11 @@ class Outputs(Sequence[Generated]):
     def __len__(self):
         return len(self.items)
 
+    def __repr__(self) -> str:
+        shown = [repr(item.text) for item in self.items[:3]]
+        more = len(self) - len(shown)
+        return f"Outputs({', '.join(shown)}{f', and {more} more' if more else ''})"
+
     @functools.cached_property
     def evidence(self) -> Evidence:
         """Measured when first asked for: costs and perplexity take model calls."""

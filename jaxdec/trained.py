@@ -85,6 +85,10 @@ class TrainedConfig(StrategyConfig):
             return "tree"
         return "block" if self.draft.family == "block" else "chain"
 
+    def check(self, lm):
+        """Raises ValueError if the drafter was loaded for another target."""
+        self.draft.check_target(lm)
+
     def build(self, lm, processor, min_rows):
         """The drafter, limited by its confidence where that was asked for."""
         del min_rows
@@ -169,6 +173,11 @@ class FirstOfConfig(StrategyConfig):
     def proposal_mode(self) -> str:
         """How drafts are made, in a word."""
         return "first of " + ", ".join(p.proposal_mode for p in self.parts)
+
+    def check(self, lm):
+        """Raises ValueError if some part cannot draft for this model."""
+        for part in self.parts:
+            part.check(lm)
 
     def build(self, lm, processor, min_rows):
         """The combination, and the parts' arrays."""
@@ -329,7 +338,11 @@ def add_drafter(lm: Any, drafter: LoadedDrafter) -> list[str]:
 
     Returns:
         The names.
+
+    Raises:
+        ValueError: the drafter was loaded for another target.
     """
+    drafter.check_target(lm)
     chain = trained(drafter)
     found: list[StrategyConfig] = [chain, first_of(lookup(min_ngram=3), chain)]
     try:

@@ -260,6 +260,8 @@ class StrategyParams:
 
     target: Any
     drafter: Any
+    """Whatever the drafter's functions take: `DrafterParams`, or ``()`` if it has none.
+    """
 
 
 @pytree
@@ -330,6 +332,9 @@ class Model(NamedTuple):
     read: Callable[..., tuple[Any, Output]] | None = None
     """Like `forward`, but leaves the cache alone and returns what the tail would hold,
     ``[B, G, T, D]`` leaves for `Cache.put`. Only for steps of several widths."""
+    is_exact: bool = False
+    """Whether all forwards of `min_rows` rows round a token alike, whatever else is
+    drafted. The engine then keeps to that many rows wherever it adds floats up."""
 
 
 class Drafter(NamedTuple):

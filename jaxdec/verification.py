@@ -67,9 +67,15 @@ def scorer(
 
     def whole(params, state, nodes, length, is_chain):
         del length
+        num = nodes.depth.shape[1]
+        if model.is_exact:
+            nodes = nodes.padded(exact_width(model, nodes.depth.shape[0]))
         inputs = inputs_of(state.sequences, nodes, is_chain)
         cache, output = model.forward(params, state.cache, *inputs)
-        return cache, output, judge(state.sequences, nodes, output.logits)
+        judgement = judge(state.sequences, nodes, output.logits)
+        if model.is_exact:
+            output, judgement = jax.tree.map(lambda x: x[:, :num], (output, judgement))
+        return cache, output, judgement
 
     def in_widths(params, state, nodes, length, is_chain):
         def of_width(width):
@@ -101,6 +107,11 @@ def scorer(
         return state.cache.put(rows), output, judgement
 
     return in_widths if len(widths) > 1 else whole
+
+
+def exact_width(model: Model, batch_size: int) -> int:
+    """Nodes that every step of an exact model scores, whatever was drafted."""
+    return -(-model.min_rows // batch_size)
 
 
 def _check_widths(widths: tuple[int, ...], model: Model, max_length: int) -> None:

@@ -99,11 +99,37 @@ def test_best_certified_strategy_is_used():
     }
     assert advice.rankings[-1].strategy == "wrong"
     assert ("certificate", "wrong") in codes(advice)
-    assert "Best draft length 4: predicted 9.82 ms a token, measured 10.00" in (
-        advice.verdict
-    )
+    assert (
+        "Best draft length 4: predicted 9.82 ms a token; at 4, as run, measured 10.00."
+    ) in advice.verdict
     assert "wrong is not ranked: not certified" in advice.verdict
     json.dumps(advice.to_dict(), allow_nan=False)
+
+
+def test_another_length_is_told_from_the_one_that_was_run():
+    steep = GOOD | dict(conditional_acceptance_by_position=[0.9, 0.1, 0.1, 0.1])
+    advice = advise({"good": steep}, plain_tpot_ms=20.0)
+    # At 2: (2 + 22 + 2) / 1.99; at 4: (4 + 22 + 2) / 1.9999.
+    assert (
+        "Best draft length 2: predicted 13.07 ms a token; at 4, as run, predicted "
+        "14.00 and measured 10.00."
+    ) in advice.verdict
+
+
+def test_disturbed_times_are_not_trusted():
+    steady = {"greedy": [20.0, 21.0, 30.0], "good": [28.0, 30.0, 60.0]}
+    advice = advise({"good": GOOD}, plain_tpot_ms=20.0, step_ms=steady)
+    assert not codes(advice) and advice.verdict.startswith("Use good")
+    # A plain step always does the same work, so here it is the machine.
+    for step_ms in (
+        steady | {"greedy": [20.0, 21.0, 40.0]},
+        steady | {"good": [28.0, 30.0, 200.0]},
+    ):
+        advice = advise({"good": GOOD}, plain_tpot_ms=20.0, step_ms=step_ms)
+        ((code, name),) = codes(advice)
+        assert code == "timing" and step_ms[name] != steady[name]
+        assert advice.verdict.startswith("The times are not to be trusted")
+        assert "--repeats 3" in advice.verdict and "Use good" in advice.verdict
 
 
 def test_a_strategy_without_time_per_token_comes_last():
@@ -133,6 +159,9 @@ def test_turn_it_off_says_why():
         "break-even is at 11.0% acceptance",
     ):
         assert part in advice.verdict
+    lucky = REFUSED | dict(acceptance_rate=0.2)
+    text = advise({"bad": lucky}, plain_tpot_ms=20.0).verdict
+    assert "accepts 20.0%" in text and "above the 11.0% of break-even" in text
 
 
 def test_gain_must_exceed_three_percent():
@@ -215,6 +244,12 @@ def test_too_many_rounds():
     facts = dict(plain_tpot_ms=20.0, output_lengths=[100])
     assert not advise({}, prefill_ms=1000.0, **facts).findings
     assert not advise({"good": GOOD}, prefill_ms=100.0, **facts).findings
+    assert "try speculation" in advice.findings[0].instruction
+    # Where drafts are made already, more speculation is no advice.
+    few = GOOD | dict(tokens_per_step=1.24)
+    advice = advise({"good": few}, plain_tpot_ms=20.0, output_lengths=[11, 12])
+    assert "10 rounds for 11.5 tokens (1.24 a round)" in advice.findings[0].reason
+    assert "right more often" in advice.findings[0].instruction
 
 
 def test_low_acceptance():

@@ -5,10 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+import toy
 from helpers_tiny import write_model
 
 import jaxdec
 from jaxdec import acceptance, call, sampling, text
+from jaxdec.models.decoder import init_params
 from jaxdec.types import Acceptance, AcceptFn
 
 PROMPTS = ["abcabcabcabc", "the cat and the cat and", "x"]
@@ -193,3 +195,25 @@ def test_processors_are_part_of_the_plain_step(lm):
     prompts, outputs = batch_outputs(lm, jaxdec.lookup(3), **options)
     assert jaxdec.certify(lm, prompts, jaxdec.lookup(3), outputs=outputs).passed
     assert jax.tree.leaves(outputs.run.info.num_emitted)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_mode_adds_up_alike(dtype, monkeypatch):
+    """Log-probabilities and top-p are sums over the vocabulary: of as many rows."""
+    monkeypatch.setattr("jaxdec.program.COMPILER_OPTIONS", toy.OPTIMISED)
+    # Not a multiple of any vector's width, so that sums end in a remainder.
+    config = dataclasses.replace(toy.TINY_CONFIG, vocab_size=997, num_layers=2)
+    params = init_params(config, jax.random.key(0), dtype)
+    lm = jaxdec.LM(config=config, params=params, dtype=dtype)
+    repeated = [5, 6, 7, 8] * 3
+    options = dict(max_new_tokens=16, stop_tokens=[], logprobs=2, exact=True)
+    options |= dict(temperature=0.6, top_p=0.9)
+    prompts = [repeated, repeated[:9], repeated[:4]]
+    plain = jaxdec.generate(lm, prompts, strategy="sample", **options)
+    draft = jaxdec.self_draft(1, length=4)
+    drafted = jaxdec.generate(lm, prompts, strategy=draft, **options)
+    alone = [jaxdec.generate(lm, p, strategy="sample", **options)[0] for p in prompts]
+    for a, b, c in zip(plain, drafted, alone, strict=True):
+        assert a.tokens == b.tokens == c.tokens
+        assert a.logprobs == b.logprobs == c.logprobs
+        assert a.top_logprobs == b.top_logprobs == c.top_logprobs

@@ -180,6 +180,21 @@ def test_a_drafter_of_another_target_is_refused():
     assert "eagle3" not in lm.strategies
 
 
+def test_a_drafter_drafts_for_the_target_it_was_loaded_for():
+    """For another it would be wrong on every token, or not fit at all."""
+    lm, drafter, _ = loaded("eagle3")
+    other = jaxdec.load(CASES / "targets" / "qwen3", dtype="float32")
+    drafter.check_target(lm)
+    chain = jaxdec.eagle3(drafter)
+    with pytest.raises(ValueError, match="loaded for another target .*vocab_size 160"):
+        jaxdec.generate(other, [[1, 5, 9]], strategy=chain)
+    with pytest.raises(ValueError, match="loaded for another target"):
+        jaxdec.generate(other, [[1]], strategy=jaxdec.first_of(jaxdec.lookup(), chain))
+    with pytest.raises(ValueError, match="loaded for another target"):
+        jaxdec.add_drafter(other, drafter)
+    assert len(repr(drafter)) < 2000 and len(repr(lm)) < 200
+
+
 def test_a_model_with_native_modules_has_the_strategy():
     lm = jaxdec.load(CASES / "mtp" / "mimo", dtype="float32")
     assert {"mtp", "mtp_tree", "first_of"} <= set(lm.strategies)

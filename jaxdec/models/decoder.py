@@ -242,6 +242,7 @@ def make_model(
         init_cache=init_cache,
         forward=forward,
         read=None if is_exact else read,
+        is_exact=is_exact,
         vocab_size=config.vocab_size,
         max_positions=config.max_positions,
         num_features=len(taps) * config.hidden_size,

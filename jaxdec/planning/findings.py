@@ -4,12 +4,15 @@
     num_rounds    there are too many rounds
     acceptance    drafts are refused too often
     scheduling    many requests wait for each other
+    timing        the times are not to be trusted
 
 The thresholds below are where a finding starts; they never change the verdict.
 """
 
 import dataclasses
 import math
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from jaxdec.planning.break_even import Measured, Number, costs_at
@@ -23,6 +26,9 @@ FEW_TOKENS_PER_STEP = 1.5
 """Below it, tokens per step is what limits the number of rounds."""
 HIGH_GAP_RATIO = 3.0
 """A P99 token gap is high from this many rounds (a round's tokens come together)."""
+STEADY_RATIO = 1.6
+"""Plain steps of one request, on average, take at most this many times those of the
+median request; with drafts, whose steps differ, twice as many."""
 LOW_BATCH_SPEEDUP = 1.5
 """Several requests should give this many times one request's tokens per second."""
 
@@ -31,7 +37,14 @@ LOW_BATCH_SPEEDUP = 1.5
 class Finding:
     """One row of advice."""
 
-    code: Literal["round_time", "num_rounds", "acceptance", "scheduling", "certificate"]
+    code: Literal[
+        "round_time",
+        "num_rounds",
+        "acceptance",
+        "scheduling",
+        "certificate",
+        "timing",
+    ]
     strategy: str
     reason: str
     """What was seen, with the numbers."""
@@ -122,12 +135,47 @@ def acceptance_finding(
     )
 
 
+def timing_finding(
+    step_ms: Mapping[str, Sequence[float]], plain: Sequence[str]
+) -> Finding | None:
+    """Steps that took very different times in different requests.
+
+    Args:
+        step_ms: by strategy, the mean time of each request's steps.
+        plain: the strategies that draft nothing: all their steps cost the same.
+    """
+    worst, found = 1.0, None
+    for name, times in step_ms.items():
+        if len(times) < 2:
+            continue
+        middle = statistics.median(times)
+        limit = STEADY_RATIO * (1 if name in plain else 2)
+        if max(times) / middle / limit > worst:
+            worst = max(times) / middle / limit
+            found = Finding(
+                code="timing",
+                strategy=name,
+                reason=(
+                    f"steps took {min(times):.1f} to {max(times):.1f} ms on average, "
+                    f"from request to request (median {middle:.1f}): something else "
+                    "used the machine"
+                ),
+                instruction=(
+                    "run it again when the machine is quiet, or with more repeats "
+                    "(--repeats 3), before you choose"
+                ),
+            )
+    return found
+
+
 def num_rounds_finding(
     name: str,
     tpot_ms: Number,
     tokens_per_step: Number,
     prefill_ms: Number,
     output_length: Number,
+    *,
+    is_plain: bool,
 ) -> Finding | None:
     """Too many rounds: the rounds of the strategy in use dominate."""
     decode_ms = tpot_ms * output_length
@@ -139,12 +187,18 @@ def num_rounds_finding(
         strategy=name,
         reason=(
             f"{math.ceil(output_length / tokens_per_step)} rounds for "
-            f"{output_length:.0f} tokens ({tokens_per_step:.2f} a round) take "
+            f"{output_length:.4g} tokens ({tokens_per_step:.2f} a round) take "
             f"{share:.0%} of the time, prefill {1 - share:.0%}"
         ),
         instruction=(
             "output length or tokens per round is the limit: ask for shorter outputs, "
-            "or try speculation (lookup needs no weights; a trained drafter gives more)"
+            "or try "
+            + (
+                "speculation (lookup needs no weights; a trained drafter gives more)"
+                if is_plain
+                else "a drafter that is right more often, such as one trained for "
+                "this target"
+            )
         ),
     )
 

@@ -47,6 +47,8 @@ class Ranking:
     reason: str
     measured_tpot_ms: Number | None
     """None where every answer ended in its first step."""
+    draft_length: int | None
+    """K, as it was run."""
     predicted_tpot_ms: Mapping[int, float]
     """By draft length; empty where costs or acceptance are missing."""
     best_draft_length: int | None
@@ -81,6 +83,7 @@ def rank(name: str, measured: Measured, plain: Baseline) -> Ranking:
         action=action,
         reason=reason,
         measured_tpot_ms=measured.tpot_ms,
+        draft_length=measured.draft_length,
         predicted_tpot_ms=predicted,
         best_draft_length=best_length,
         break_even_acceptance=even,
@@ -97,6 +100,7 @@ def unranked(name: str) -> Ranking:
             "ask for longer answers"
         ),
         measured_tpot_ms=None,
+        draft_length=None,
         predicted_tpot_ms={},
         best_draft_length=None,
         break_even_acceptance=None,
@@ -122,8 +126,12 @@ def explain_loss(
             f"a round is so long that even full acceptance of {measured.draft_length} "
             "tokens would not pay"
         )
+    elif break_even is not None and (measured.acceptance_rate or 0) >= break_even:
+        parts.append(
+            f"that is above the {max(break_even, 0):.1%} of break-even, but not enough"
+        )
     elif break_even is not None:
-        parts.append(f"break-even is at {max(break_even, 0):.1%} acceptance")
+        parts.append(f"break-even is at {break_even:.1%} acceptance")
     if best_length and predicted[best_length] < plain.tpot_ms * (1 - MIN_GAIN):
         parts.append(
             f"before giving it up, measure draft length {best_length}: predicted "

@@ -165,6 +165,11 @@ def recommend(
         ],
         prefill_ms=max(1000 * plain.ttft_s - plain.tpot_ms, 0.0),
         output_lengths=[request.output_length for request in plain.requests],
+        step_ms={
+            entry.label: step_times(evidence[entry.label])
+            for entry in entries
+            if evidence[entry.label].tpot_ms is not None
+        },
         floor_ms=None if floor is None else floor.floor_ms,
         num_requests=1 if together is None else together.num_requests,
         throughput_tokens_per_s=None
@@ -211,6 +216,20 @@ def _measured(
                 "verify_cost_ms": {0: plain_verify_ms, length: record.verify_cost_ms},
             },
         )
+
+
+def step_times(record: Evidence) -> list[float]:
+    """Mean time in ms of each request's steps after its first.
+
+    Of requests that took 0.1 s at least: less is at the mercy of the clock.
+    """
+    times = []
+    for request in record.requests:
+        emitted = request.steps.num_emitted[1:]
+        spent = (request.tpot_ms or 0.0) * sum(emitted)
+        if spent >= 100:
+            times.append(spent / len(emitted))
+    return times
 
 
 def survival(record: Evidence, length: int) -> list[float]:

@@ -91,15 +91,14 @@ def verdict(certificate: Record | None) -> str:
 
 
 def advice_lines(report: Record) -> list[str]:
-    """The advice as paragraphs: the verdict, then what was found and what to do."""
+    """The advice as paragraphs: what was found and what to do, then the verdict."""
     advice = report["advice"]
-    lines = advice["verdict"].splitlines()
-    lines += [
+    lines = [
         f"{finding['strategy']}: {finding['reason']}. {_sentence(finding)}"
         for finding in advice["findings"]
-        if finding["code"] != "certificate"
+        if finding["code"] not in ("certificate", "timing")
     ]
-    return lines
+    return lines + advice["verdict"].splitlines()
 
 
 def _sentence(finding: Record) -> str:
