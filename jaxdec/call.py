@@ -6,6 +6,8 @@ size share one compiled program.
 """
 
 import dataclasses
+import difflib
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -83,6 +85,7 @@ def check(
         raise ValueError(
             "jaxdec decodes in 32 bits, but jax_enable_x64 is on; switch it off"
         )
+    _check_options(sampling)
     config = resolve(strategy, draft_length, lm)
     prompts = _host(prompts)
     if not isinstance(prompts, str | list):
@@ -99,7 +102,8 @@ def check(
                 f"output_format must be 'json' or a regular expression, got "
                 f"{output_format!r} ({error})"
             ) from error
-    if logprobs is not None and (isinstance(logprobs, bool) or logprobs < 0):
+    is_count = isinstance(logprobs, int) and not isinstance(logprobs, bool)
+    if logprobs is not None and (not is_count or logprobs < 0):
         raise ValueError(
             f"logprobs must be None or how many likeliest tokens to report, got "
             f"{logprobs!r}"
@@ -146,13 +150,15 @@ def check(
     strings = [
         _checked_stop_strings(lm, row or ()) for row in _lists("stop", stop, batch)
     ]
-    temperature = _temperature(config, temperature)
+    if temperature is None:
+        temperature = config.default_temperature
     params = make_sampling_params(
         batch,
         temperature=temperature,
         vocab_size=lm.config.vocab_size,
         **sampling,
     )
+    _check_greedy(config, temperature)
     exact_width = 0
     if exact:
         exact_width = EXACT_WIDTH if exact is True else int(exact)
@@ -344,12 +350,37 @@ def _checked_stop_strings(lm: LM, strings: Any) -> tuple[str, ...]:
     return strings
 
 
-def _temperature(config: StrategyConfig, temperature: Any) -> Any:
-    if temperature is None:
-        return config.default_temperature
+def _check_greedy(config: StrategyConfig, temperature: Any) -> None:
+    """Raises ValueError if 'greedy' is to sample; the temperature is a number."""
     if config.name == "greedy" and np.any(np.asarray(temperature) != 0):
         raise ValueError(
             f"strategy 'greedy' is temperature 0, got temperature {temperature!r}; use "
             "strategy 'sample'"
         )
-    return temperature
+
+
+_OF_GENERATE = frozenset(
+    """
+    strategy draft_length max_new_tokens temperature seed stop stop_tokens chat system
+    logprobs processed_logprobs processor exact output_format cancelled
+    """.split()
+)
+"""Options that are no sampling parameters."""
+_OF_SAMPLING = frozenset(inspect.signature(make_sampling_params).parameters) - {
+    "batch_size",
+    "vocab_size",
+}
+
+
+def _check_options(given: Mapping[str, Any]) -> None:
+    """Raises ValueError for options that do not exist, and names the likeliest."""
+    unknown = [name for name in given if name not in _OF_SAMPLING]
+    if not unknown:
+        return
+    known = sorted(_OF_GENERATE | _OF_SAMPLING)
+    near = difflib.get_close_matches(unknown[0], known, n=1)
+    raise ValueError(
+        f"there is no option {', '.join(map(repr, unknown))}; "
+        + (f"did you mean {near[0]!r}? " if near else "")
+        + f"There are {', '.join(known)}"
+    )

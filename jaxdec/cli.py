@@ -260,14 +260,21 @@ def compare(
     terminal.prepare_jax()
     from jaxdec.compare import compare as run
     from jaxdec.compare import plan
+    from jaxdec.io.storage import make_folder
     from jaxdec.report import tables
     from jaxdec.strategies import BY_NAME, check_name, resolve
 
-    names = [name.strip() for name in strategies.split(",") if name.strip()]
+    names = [name.strip() for name in strategies.split(",")]
+    if not all(names):
+        raise ValueError(
+            f"--strategies has an empty name, got {strategies!r}; give names with "
+            "commas between them, such as greedy,lookup"
+        )
     for name in names:
         check_name(name)
     _check_draft_model(names, draft_model)
     plan([n for n in names if n in BY_NAME], temperature, draft_length)
+    make_folder(out)
     lm = _load(model, dtype, drafter, draft_model)
     with terminal.progress_bar() as progress:
         comparison = run(
@@ -327,14 +334,18 @@ def inspect(
 ) -> None:
     """Say what a model or a drafter is."""
     from jaxdec.report.inspection import inspect as look
+    from jaxdec.report.inspection import rows
 
     facts = look(path, target, terminal.notice)
     if as_json:
         typer.echo(json.dumps(facts, allow_nan=False, ensure_ascii=False))
         return
-    terminal.print_table(
-        terminal.output(), ("", ""), [(k, _plain(v)) for k, v in facts.items()]
-    )
+    console = terminal.output()
+    terminal.print_table(console, ("", ""), rows(facts))
+    if "fits" in facts:
+        console.print(
+            f"fits {facts['fits']}", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 @app.command()
@@ -352,7 +363,13 @@ def models(as_json: Json = False) -> None:
         for m in found["built_in"]
     ]
     rows += [
-        (m["name"], f"converted to {m['dtype']}", f"{m['bytes'] / 1e6:.0f} MB")
+        (
+            m["name"]
+            if m["name_in_the_file"] in (None, m["name"])
+            else f"{m['name']}\n(file: {m['name_in_the_file']})",
+            f"converted to {m['dtype']}",
+            f"{m['bytes'] / 1e6:.0f} MB",
+        )
         for m in found["converted"]
     ]
     terminal.print_table(console, ("model", "what", "state"), rows)
@@ -375,23 +392,15 @@ def _load(
     draft_model: str | None = None,
 ) -> Any:
     import jaxdec
+    from jaxdec.io.hub import resolve
 
+    # Before the model is loaded: they may be absent.
+    for name in drafters or ():
+        resolve(name, terminal.notice, "drafter")
     lm = jaxdec.load(model, dtype=dtype, progress=terminal.notice)
     if draft_model is not None:
         draft = jaxdec.load(draft_model, dtype=dtype, progress=terminal.notice)
         lm.strategies["draft_model"] = jaxdec.draft_model(draft)
     for name in drafters or ():
-        jaxdec.add_drafter(lm, jaxdec.load_drafter(name, lm, progress=terminal.notice))
+        jaxdec.add_drafter(lm, jaxdec.load_drafter(name, lm))
     return lm
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {item}" for key, item in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return "-" if value is None else str(value)

@@ -26,6 +26,7 @@ from jaxdec.certificate import Certificate
 from jaxdec.certify import certify
 from jaxdec.concurrency import run_together
 from jaxdec.evidence import Evidence, merge
+from jaxdec.io.storage import make_folder
 from jaxdec.lm import LM
 from jaxdec.planning.bandwidth import plain_floor
 from jaxdec.prompts import Prompt
@@ -124,7 +125,7 @@ def compare(
         for entry in entries
     }
     if out is not None:
-        Path(out).mkdir(parents=True, exist_ok=True)
+        make_folder(out)
     seeds = [_seed(seed, i) for i in range(1, NUM_SEEDS)]
     num_sampled = sum(entry.temperature > 0 for entry in entries)
     step = _Steps(

@@ -20,6 +20,7 @@ from jaxdec.io.checkpoint import (
     config_from_json,
     config_to_json,
 )
+from jaxdec.io.hub import check_name
 from jaxdec.io.orbax import load_metadata, load_params, named_leaves, save_params
 from jaxdec.io.tokenizer import Tokenizer
 from jaxdec.models.config import ModelConfig
@@ -158,6 +159,7 @@ def load(
         raise CheckpointError(
             f"cache_dtype must be 'float32' or 'bfloat16', got {cache_dtype!r}"
         )
+    check_name(name)
     if (Path(name) / ORBAX_FILE).exists():
         return _restore(Path(name), dtype, cache_dtype, mesh)
     checkpoint = load_checkpoint(name, dtype, progress)

@@ -227,15 +227,26 @@ def load_drafter(
     Raises:
         jaxdec.io.checkpoint.CheckpointError: it cannot be found or read, is not whole,
             or does not fit the target.
+        ValueError: `lm` is no loaded model.
     """
+    if not isinstance(getattr(lm, "config", None), ModelConfig):
+        raise ValueError(
+            f"a drafter is loaded for a loaded target, got {lm!r}; pass "
+            "jaxdec.load(...)"
+        )
     stored = open_drafter(name, progress)
-    _check_tokenizer(stored.folder, lm)
+    check_tokenizer(stored.folder, lm)
     checkpoint = read_drafter(stored, lm.config, overrides)
     return from_checkpoint(checkpoint, lm, str(name), stored.content_hash)
 
 
-def _check_tokenizer(folder: Path, lm: Any) -> None:
-    """Raises CheckpointError if the drafter was trained on other tokens."""
+def check_tokenizer(folder: Path, lm: Any) -> None:
+    """Raises CheckpointError if a drafter was trained on other tokens.
+
+    Args:
+        folder: of the drafter, where its tokenizer may be.
+        lm: the target, or its `Checkpoint`.
+    """
     if lm.tokenizer is None or not (folder / "tokenizer.json").exists():
         return
     difference = lm.tokenizer.compatible(Tokenizer.from_folder(folder))

@@ -285,11 +285,11 @@ def check_name(strategy: str, lm: Any = None) -> None:
     if lm is None and (wants_drafter or strategy == "draft_model"):
         return
     if strategy == "draft_model":
-        hint = (
-            "; draft_model needs a model: jaxdec.draft_model(other_lm), or "
-            "--draft-model MODEL"
+        raise ValueError(
+            "strategy 'draft_model' needs a model, and its name gives none; pass "
+            "jaxdec.draft_model(other_lm), or --draft-model MODEL"
         )
-    elif wants_drafter:
+    if wants_drafter:
         # What keeps the modules from drafting keeps whatever is made of them.
         own = lm.notes.get(strategy.removesuffix("_tree"))
         reason = lm.notes.get("mtp") if strategy == "first_of" else own
@@ -298,10 +298,12 @@ def check_name(strategy: str, lm: Any = None) -> None:
             + ("" if reason is None else f" ({reason})")
             + "; pass jaxdec.trained(jaxdec.load_drafter(path, lm)), or --drafter PATH"
         )
-    else:
-        hint = ""
+    trees = ("mtp_tree", "eagle_tree", "eagle3_tree")
+    others = [n for n in (*TRAINED, *trees, "first_of") if n not in own]
     raise ValueError(
-        f"unknown strategy {strategy!r}; use one of {', '.join([*BY_NAME, *own])}{hint}"
+        f"unknown strategy {strategy!r}; use one of {', '.join([*BY_NAME, *own])}"
+        + (f"; with --drafter PATH, {', '.join(others)}" if others else "")
+        + ("" if "draft_model" in own else "; with --draft-model MODEL, draft_model")
     )
 
 

@@ -220,3 +220,34 @@ def test_command_says_in_a_line_that_an_argument_is_no_text(folder):
     )
     assert done.returncode != 0
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"foo": 1}, r"^there is no option 'foo'; There are .*top_k.*"),
+        ({"temprature": 1}, "did you mean 'temperature'"),
+        ({"min_pp": 1}, "did you mean 'min_p'"),
+        ({"vocab_size": 1}, "no option 'vocab_size'"),
+        ({"temperature": "x"}, "^temperature must be a finite number.*got 'x'"),
+        ({"temperature": True}, "^temperature must be a finite number.*got True"),
+        ({"temperature": 0.5}, "strategy 'greedy' is temperature 0, got .* 0.5"),
+        ({"logprobs": True}, "logprobs must be .* got True"),
+    ],
+    ids=str,
+)
+def test_options_that_are_none(lm, options, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        jaxdec.generate(lm, "hi", **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_drafter_is_loaded_for_a_loaded_target(tmp_path):
+    with pytest.raises(ValueError, match=r"got 'smollm2'; pass jaxdec.load"):
+        jaxdec.load_drafter(tmp_path, "smollm2")
+
+
+def test_an_absent_drafter_is_no_absent_model(lm):
+    with pytest.raises(ValueError, match="no drafter 'nowhere'") as caught:
+        jaxdec.load_drafter("nowhere", lm)
+    assert "model" not in str(caught.value)

@@ -4,17 +4,23 @@ import importlib
 import io
 import json
 import os
+import pathlib
+import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from helpers_tiny import CONFIG, write_model
+from safetensors.numpy import save_file
 
 import jaxdec
 from jaxdec import console
 from jaxdec.certificate import certify as conclude
 from jaxdec.cli import app
+from jaxdec.io import hub
 
+CASES = pathlib.Path(__file__).parent / "golden" / "cases"
 compare_module = importlib.import_module("jaxdec.compare")
 
 
@@ -72,6 +78,8 @@ def is_one_line(err):
         (["generate", ""], "prompt is empty"),
         (["generate", " \n"], "prompt is empty"),
         (["generate", "x", "--strategy", "magic"], "unknown strategy 'magic'"),
+        (["generate", "x", "--strategy", "magic"], "with --drafter PATH, mtp, eagle"),
+        (["generate", "x", "--drafter", "nowhere"], "no drafter 'nowhere'"),
         (["generate", "x", "--strategy", "draft_model"], "needs a model"),
         (["generate", "x", "--temperature", "-1"], "temperature"),
         (["generate", "x", "--temperature", "nan"], "temperature"),
@@ -82,8 +90,14 @@ def is_one_line(err):
         (["generate", "x", "--model", "missing.gguf"], "missing.gguf"),
         (["compare", "--strategies", "greedy,magic"], "unknown strategy 'magic'"),
         (["compare", "--temperature", "nan"], "temperature"),
-        (["compare", "--prompts", "missing.jsonl"], "missing.jsonl"),
-        (["inspect", "missing"], "no model 'missing'"),
+        (["compare", "--strategies", ""], "--strategies has an empty name, got ''"),
+        (["compare", "--strategies", ","], "--strategies has an empty name"),
+        (["compare", "--strategies", "greedy,,lookup"], "has an empty name"),
+        (["compare", "--prompts", "missing.txt"], "'missing.txt' cannot be read: no"),
+        (["compare", "--prompts", "."], "'.' cannot be read: is a directory"),
+        (["compare", "--out", "/dev/null/x"], "nothing can be written to the folder"),
+        (["inspect", "missing"], "no model or drafter 'missing'"),
+        (["inspect", ""], "the name of the model or drafter is empty"),
     ],
 )
 def test_errors_are_one_line(run, arguments, words):
@@ -94,14 +108,20 @@ def test_errors_are_one_line(run, arguments, words):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["generate"], ["nonsense"], ["generate", "x", "--seed", "y"], ["compare", "--no"]],
+    [
+        ["generate"],
+        ["nonsense"],
+        ["generate", "x", "--seed", "y"],
+        ["compare", "--no"],
+        ["compare", "--limit", "-1"],
+    ],
 )
 def test_usage_errors(run, arguments):
     status, out, err = run(*arguments)
     assert status == 2 and out == "" and is_one_line(err)
 
 
-def test_damaged_checkpoints(run, tmp_path):
+def test_damaged_checkpoints(run, tmp_path, monkeypatch):
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF" + bytes(range(200)))
     for arguments in (
@@ -113,8 +133,39 @@ def test_damaged_checkpoints(run, tmp_path):
         assert "damaged.gguf" in err and "Traceback" not in err
     empty = tmp_path / "empty"
     empty.mkdir()
-    status, _, err = run("inspect", str(empty))
-    assert status == 1 and "config.json" in err
+    monkeypatch.chdir(empty)
+    for name in (str(empty), "."):
+        status, _, err = run("inspect", name)
+        assert status == 1 and f"the folder {empty} has no config.json" in err
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
+        (lambda f: (f / "model.safetensors").unlink(), "holds neither"),
+        (lambda f: os.truncate(f / "model.safetensors", 3000), "cannot be read"),
+        (lambda f: os.truncate(f / "model.safetensors", 0), "cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("case", ["drafters/eagle3", "drafters/zlab_dflash", "model"])
+def test_damage_is_told_once(run, model, tmp_path, case, damage, words):
+    """Not as a model's and as a drafter's: the folder is one of them."""
+    folder = tmp_path / "copy"
+    # What a golden case expects lies beside its weights, as tensors too.
+    ignored = shutil.ignore_patterns("expected*")
+    shutil.copytree(model if case == "model" else CASES / case, folder, ignore=ignored)
+    damage(folder)
+    status, out, err = run("inspect", str(folder))
+    assert status == 1 and out == "" and is_one_line(err) and words in err, err
+
+
+def test_a_drafter_of_no_known_format_is_told_as_a_drafter(run, tmp_path):
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"x": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    status, _, err = run("inspect", str(tmp_path))
+    assert status == 1 and is_one_line(err) and "is no drafter of a known format" in err
 
 
 def test_bad_values_after_loading(run, model):
@@ -217,7 +268,41 @@ def test_inspect(run, model):
     lm = jaxdec.load(model, dtype="float32")
     assert facts["parameters"] == lm.num_params and facts["hash"] == lm.content_hash
     status, out, _ = run("inspect", model)
-    assert status == 0 and "rope" in out and f"{lm.num_params:,}" in out
+    assert status == 0 and f"{lm.num_params:,}" in out
+    assert "rotary, theta 10,000" in out and "all earlier tokens" in out
+    assert "MTP" not in out and "None" not in out
+    # Without a tokenizer there is no text; that it lacks is told.
+    bare = str(CASES / "targets" / "gpt2")
+    status, out, _ = run("inspect", bare)
+    assert status == 0
+    words = [line.split() for line in out.splitlines()]
+    assert ["positions", "learned"] in words and ["tokenizer", "none"] in words
+
+
+def test_inspect_of_a_drafter_with_its_target(run):
+    folder, target = CASES / "drafters" / "eagle3", CASES / "targets" / "llama_gqa"
+    status, out, _ = run("inspect", str(folder), "--target", str(target))
+    assert status == 0 and out.rstrip().endswith(f"\nfits {target}")
+    assert "eagle3, eagle3_tree, first_of" in out
+    status, out, _ = run("inspect", str(folder))
+    assert status == 0 and "fits" not in out
+    assert "layers 2, N // 2 and N - 3 of a target of N layers" in out
+    wrong = CASES / "targets" / "qwen2"
+    status, out, err = run("inspect", str(folder), "--target", str(wrong))
+    assert status == 1 and out == "" and "target" in err
+
+
+def test_the_built_in_model_goes_by_its_better_known_name(run, tmp_path):
+    stored = "Smollm2 135M 8k Lc100K Mix1 Ep2"
+    folder = tmp_path / "cache" / "converted" / "x-bfloat16"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"")
+    record = {"metadata": {"general.name": stored}, "config": {"family": "llama"}}
+    record["content_hash"] = hub._SHA256
+    (folder / "checkpoint.json").write_text(json.dumps(record))
+    status, out, _ = run("models")
+    assert status == 0 and "SmolLM2-135M-Instruct" in out
+    assert f"(file: {stored})" in out
 
 
 def test_models(run, tmp_path):

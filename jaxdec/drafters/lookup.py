@@ -35,8 +35,9 @@ def lookup(length: int, *, min_ngram: int = 1, max_ngram: int = 4) -> Drafter:
         raise ValueError(f"lookup length is {length}; give at least 1")
     if not 1 <= min_ngram <= max_ngram:
         raise ValueError(
-            f"n-grams from {min_ngram} to {max_ngram} are not a range; give "
-            "1 <= min_ngram <= max_ngram"
+            f"lookup cannot match n-grams of min_ngram={min_ngram} to max_ngram="
+            f"{max_ngram} tokens; give 1 <= min_ngram <= max_ngram (where they are not "
+            "given they are 1 and 4)"
         )
 
     def init(batch_size, capacity):

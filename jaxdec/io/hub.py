@@ -6,12 +6,14 @@ offline index) serves them. The file is verified against a checksum before it co
 """
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.gguf import file_hash
@@ -25,10 +27,41 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 BUILT_IN = ("smollm2",)
 """Names that `resolve` knows."""
 
+_NAMES = {_SHA256: "SmolLM2-135M-Instruct"}
+"""What models are called whose files call them something else."""
+
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)((?:/[\w.-]+)*\.gguf)?(?:@([\w./-]+))?")
 
 
-def resolve(name: str | Path, progress: Progress | None = None) -> Path:
+def known_name(content_hash: str, stored: str | None) -> str | None:
+    """What a model is called: by its file, unless another name is better known."""
+    return _NAMES.get(content_hash, stored)
+
+
+def check_name(name: Any, what: str = "model") -> None:
+    """Raises CheckpointError for what cannot be a name."""
+    if not isinstance(name, str | os.PathLike):
+        raise CheckpointError(
+            f"a {what} is named by a text or a path, got {name!r}; pass {_ways(what)}"
+        )
+    # `Path("")` is the folder that the process happens to stand in.
+    if not os.fspath(name).strip():
+        raise CheckpointError(
+            f"the name of the {what} is empty, got {name!r}; pass {_ways(what)}"
+        )
+
+
+def _ways(what: str) -> str:
+    """How such a thing can be named."""
+    if what == "drafter":
+        return "a folder, or a Hub id (owner/name)"
+    built_in = ", ".join(BUILT_IN)
+    return f"a folder, a .gguf file, {built_in}, or a Hub id (owner/name)"
+
+
+def resolve(
+    name: str | Path, progress: Progress | None = None, what: str = "model"
+) -> Path:
     """The local folder or GGUF file that a name stands for, fetching it if needed.
 
     Args:
@@ -36,10 +69,12 @@ def resolve(name: str | Path, progress: Progress | None = None) -> Path:
             Face Hub (``owner/name``, ``owner/name@revision``, or
             ``owner/name/file.gguf``). What exists locally comes first.
         progress: Told when something slow begins.
+        what: What is looked for, as errors call it.
 
     Raises:
         CheckpointError: There is no such thing, or it cannot be fetched.
     """
+    check_name(name, what)
     path = Path(name).expanduser()
     if path.is_dir() or path.suffix == ".gguf" and path.is_file():
         return path
@@ -53,9 +88,11 @@ def resolve(name: str | Path, progress: Progress | None = None) -> Path:
         return _smollm2(progress)
     match = _HUB_ID.fullmatch(text)
     if match is None or text.startswith("."):
+        others = "" if what == "drafter" else " or .gguf file, nor a built-in name "
+        others += "" if what == "drafter" else f"({', '.join(BUILT_IN)})"
         raise CheckpointError(
-            f"no model {text!r}: it is neither an existing folder or .gguf file, nor a "
-            f"built-in name ({', '.join(BUILT_IN)}), nor a Hub id (owner/name)."
+            f"no {what} {text!r}: it is neither an existing folder{others}, nor a Hub "
+            "id (owner/name); check the path"
         )
     return _from_hub(match[1], match[2], match[3], progress)
 
@@ -83,12 +120,29 @@ def _from_hub(
     except Exception as error:
         # Network, authorisation and missing repositories all end here.
         raise CheckpointError(
-            f"{repository!r} is no local path, and cannot be fetched from the Hub "
-            f"({type(error).__name__}: {error}). Check the name; for a gated model log "
-            "in with `hf auth login`; without network pass the path of a folder or a "
-            ".gguf file."
+            f"{repository!r} is no local path, and cannot be fetched from the Hub: "
+            f"{_reason(error)}. Check the name; for a gated model log in with `hf auth "
+            "login`; without network pass the path of a folder or a .gguf file"
         ) from error
     return Path(found)
+
+
+def _reason(error: Exception) -> str:
+    """Why a fetch failed, in a line: the Hub's own errors are paragraphs."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        return "it cannot be reached"
+    if isinstance(error, errors.GatedRepoError):
+        return "it is gated, and you have no access"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "there is no such repository, or it is private"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "there is no such revision"
+    if isinstance(error, errors.EntryNotFoundError):
+        return "the repository has no such file"
+    text = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _smollm2(progress: Progress | None) -> Path:

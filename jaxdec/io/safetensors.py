@@ -36,7 +36,8 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} does not exist; pass a folder with the whole release of a model."
+            f"the folder {path.parent.resolve()} has no {path.name}; pass a folder "
+            "with the whole release of a model or drafter."
         ) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(

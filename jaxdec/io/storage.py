@@ -32,6 +32,26 @@ def cache_folder() -> Path:
     return base / "jaxdec"
 
 
+def make_folder(path: str | Path) -> Path:
+    """Makes a folder, unless it is there, and tries whether it can be written.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        reason = error.strerror.lower() if error.strerror else str(error)
+        raise ValueError(
+            f"nothing can be written to the folder {str(path)!r}: {reason}; name "
+            "another"
+        ) from None
+    return path
+
+
 @contextlib.contextmanager
 def lock(target: Path, progress: Progress | None = None) -> Iterator[bool]:
     """Holds an advisory lock on what is to be written at `target`.

@@ -40,16 +40,25 @@ def read(path: str | Path) -> list[Prompt]:
 
     Raises:
         ValueError: Lines that hold no prompt, all of them by number; or no line at all.
-        OSError: The file cannot be read.
+        OSError: The file cannot be read; the message says which, and what to do.
     """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise type(error)(
+            f"the prompts in {str(path)!r} cannot be read: {_why(error)}; give a file "
+            "with a prompt a line, or leave it out to use the built-in ones"
+        ) from None
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
         ) from None
     return _from_lines(text, str(path), is_json=path.suffix == ".jsonl")
+
+
+def _why(error: OSError) -> str:
+    return error.strerror.lower() if error.strerror else str(error)
 
 
 def _from_lines(text: str, where: str, is_json: bool) -> list[Prompt]:

@@ -1,6 +1,12 @@
-"""What a checkpoint is, and which models are at hand, as plain values."""
+"""What a checkpoint is, and which models are at hand, as plain values.
+
+Models and drafters of every format are told in the same words, which are also the keys
+of the JSON. What does not apply is None, or empty.
+"""
 
 import json
+import types
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -8,8 +14,12 @@ import numpy as np
 from jaxdec.io.checkpoint import Checkpoint, CheckpointError, expected_tensors
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.mtp import read_native
-from jaxdec.io.hub import BUILT_IN
+from jaxdec.io.drafters.words import attention, by_layer, name_layers
+from jaxdec.io.hub import BUILT_IN, known_name
 from jaxdec.io.storage import cache_folder
+from jaxdec.loaded_drafter import LoadedDrafter
+from jaxdec.models.config import ModelConfig, RopeConfig
+from jaxdec.trained import add_drafter
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -17,14 +27,17 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     shapes = expected_tensors(config)
     metadata = checkpoint.metadata
-    name = metadata.get("general.name") or metadata.get("architectures")
+    name, moe = metadata.get("general.name"), config.moe
     stored = metadata.get("number_formats") or metadata.get("stored_dtype")
     return {
+        "is": "a language model",
         "source": checkpoint.source,
         "format": checkpoint.format,
-        "name": ", ".join(name) if isinstance(name, list) else name,
+        "name": known_name(checkpoint.content_hash, name),
+        "name in the file": name,
+        "architecture": ", ".join(metadata.get("architectures") or ()) or None,
         "family": config.family,
-        "parameters": int(sum(np.prod(shape) for shape in shapes.values())),
+        "parameters": _num_weights(shapes.values()),
         "tensors": len(shapes),
         "layers": config.num_layers,
         "width": config.hidden_size,
@@ -32,13 +45,15 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "heads": config.num_heads,
         "key/value heads": config.num_kv_heads,
         "head width": config.head_dim,
+        "experts": None if moe is None else moe.num_experts,
+        "experts per token": None if moe is None else moe.num_experts_per_token,
         "vocabulary": config.vocab_size,
-        "context": config.max_positions,
-        "rope": [f"{rope.kind}, theta {rope.theta:g}" for rope in config.ropes],
         "tied embeddings": config.tie_embeddings,
-        "experts": None if config.moe is None else config.moe.num_experts,
+        "positions": _positions(config),
+        "attention": attention(config.layer_windows),
+        "context": config.max_positions,
         "stored as": stored,
-        "tokenizer": None if tokenizer is None else f"{tokenizer.vocab_size} tokens",
+        "tokenizer": None if tokenizer is None else f"{tokenizer.vocab_size:,} tokens",
         "chat template": tokenizer is not None and tokenizer.is_chat,
         "stop tokens": [
             f"{token} {tokenizer.decode([token], skip_special_tokens=False)}"
@@ -50,21 +65,128 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def describe_drafter(checkpoint: DrafterCheckpoint, source: str) -> dict[str, Any]:
-    """The facts of a drafter, as JSON values."""
-    facts = dict(checkpoint.facts)
-    shapes = [np.shape(x) for x in checkpoint.tensors.values()]
-    first = {
+def _num_weights(shapes) -> int:
+    return int(sum(np.prod(shape) for shape in shapes))
+
+
+def _positions(config: ModelConfig) -> str:
+    """How the model knows where a token stands."""
+    if config.learned_positions:
+        return "learned"
+    return by_layer([_rope(config.ropes[i]) for i in config.layer_rope or (0,)])
+
+
+def _rope(rope: RopeConfig) -> str:
+    theta = f"{rope.theta:,.0f}" if rope.theta == int(rope.theta) else f"{rope.theta:g}"
+    text = f"rotary, theta {theta}"
+    if rope.kind == "factors":
+        return f"{text}, scaled for each frequency"
+    return (
+        text
+        if rope.kind == "default"
+        else f"{text}, scaled x {rope.factor:g} ({rope.kind})"
+    )
+
+
+_ORDER = (
+    "num_native_modules",
+    "layers",
+    "width",
+    "layout",
+    "draft_length",
+    "block_size",
+    "taps",
+    "reads",
+    "vocabulary",
+    "draft_vocabulary",
+    "embedding",
+    "head",
+    "markov_head",
+    "confidence_head",
+    "attention",
+    "context",
+    "mask_token",
+    "proposal",
+    "made_for",
+)
+"""Facts of drafters; `choices` and `overrides` come last."""
+
+
+def describe_drafter(
+    checkpoint: DrafterCheckpoint,
+    source: str,
+    *,
+    content_hash: str,
+    made_for: str | None = None,
+    target: ModelConfig | None = None,
+) -> dict[str, Any]:
+    """The facts of a drafter, as JSON values.
+
+    Args:
+        checkpoint: the drafter.
+        source: the name that it was asked for by.
+        content_hash: of its files.
+        made_for: the target, as its authors call it.
+        target: the target, if it is at hand.
+    """
+    facts = {"made_for": made_for} | _facts(checkpoint, target)
+    return {
+        "is": "a drafter",
         "source": source,
         "format": checkpoint.format,
-        "is": f"a drafter ({checkpoint.family})",
-        "parameters": int(sum(np.prod(shape) for shape in shapes)),
-        "tensors": len(shapes),
+        "strategies": _strategies(checkpoint),
+        "parameters": _num_weights(np.shape(x) for x in checkpoint.tensors.values()),
+        "tensors": len(checkpoint.tensors),
+        **_in_words(facts),
+        "hash": content_hash,
     }
-    order = ("layout", "taps", "vocabulary", "draft_vocabulary", "embedding", "head")
-    named = {name: facts.pop(name) for name in order if name in facts}
-    facts.pop("format", None)
-    return first | named | facts
+
+
+def _facts(checkpoint: DrafterCheckpoint, target: ModelConfig | None) -> dict[str, Any]:
+    """What the reader says, and the taps in words."""
+    taps = checkpoint.facts["taps"]
+    num_layers = None if target is None else target.num_layers
+    if checkpoint.family == "mtp":
+        num_layers = checkpoint.config.num_target_layers
+    reads = taps if isinstance(taps, str) else _reads(taps, num_layers)
+    return checkpoint.facts | {"reads": reads}
+
+
+def _reads(taps: list[int], num_layers: int | None) -> str:
+    """Residual streams of the target: tap t enters layer t."""
+    last = float("inf") if num_layers is None else num_layers
+    inner = [tap for tap in taps if tap < last]
+    parts = [f"what enters {name_layers(inner)} of the target"] if inner else []
+    if last in taps:
+        parts.append("what leaves the last layer of the target")
+    if last + 1 in taps:
+        parts.append("the target's hidden state after its final norm")
+    return "; ".join(parts)
+
+
+def _in_words(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """In the common order, under names in words."""
+    ordered = {name: facts[name] for name in _ORDER if name in facts}
+    rest = {name: value for name, value in facts.items() if name not in ordered}
+    names = {"num_native_modules": "modules"}
+    return {
+        names.get(name, name).replace("_", " "): value
+        for name, value in (ordered | rest).items()
+    }
+
+
+def _strategies(checkpoint: DrafterCheckpoint) -> list[str]:
+    """What a target can be asked for by name, once it has this drafter."""
+    drafter = LoadedDrafter(
+        family=checkpoint.family,
+        config=checkpoint.config,
+        own=(),
+        name="",
+        format=checkpoint.format,
+        facts=checkpoint.facts,
+    )
+    names = add_drafter(types.SimpleNamespace(strategies={}, notes={}), drafter)
+    return sorted(names, key=lambda name: name == "first_of")
 
 
 def describe_native(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -74,12 +196,12 @@ def describe_native(checkpoint: Checkpoint) -> dict[str, Any]:
             checkpoint.settings, checkpoint.extra, checkpoint.config, {}
         )
     except CheckpointError as error:
-        return {"native MTP": f"cannot be used: {error}"}
+        return {"MTP": f"cannot be used: {error}"}
     if found is None:
-        return {"native MTP": None}
-    return {"native MTP": found.format} | {
-        f"MTP {name.replace('_', ' ')}": value for name, value in found.facts.items()
-    }
+        return {"MTP": None}
+    words = _in_words(_facts(found, checkpoint.config))
+    facts = {"strategies": _strategies(found), **words}
+    return {"MTP": found.format} | {f"MTP {k}": v for k, v in facts.items()}
 
 
 def cached() -> dict[str, Any]:
@@ -91,13 +213,15 @@ def cached() -> dict[str, Any]:
         try:
             record = json.loads(file.read_text(encoding="utf-8"))
             size = (file.parent / "model.safetensors").stat().st_size
-            name = record["metadata"].get("general.name", record["config"]["family"])
+            stored = record["metadata"].get("general.name")
+            name = known_name(record["content_hash"], stored)
         except (OSError, ValueError, KeyError):
             # Damaged or half removed: a load converts it again.
             continue
         converted.append(
             {
-                "name": name,
+                "name": name or record["config"]["family"],
+                "name_in_the_file": stored,
                 "dtype": file.parent.name.rpartition("-")[2],
                 "bytes": size,
                 "hash": record["content_hash"],

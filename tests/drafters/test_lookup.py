@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxdec
 from jaxdec.drafters.lookup import continuation
 
 CAPACITY, NUM, MAX_NGRAM = 24, 5, 4
@@ -46,6 +47,14 @@ def test_draft_follows_the_longest_then_latest_match(min_ngram):
     got = [d[:n] for d, n in zip(drafts, np.asarray(found).tolist(), strict=True)]
     assert got == wanted
     assert 20 < sum(map(bool, wanted)) < 200
+
+
+def test_ranges_of_n_grams_that_are_none():
+    """The bound that was not given counts too."""
+    with pytest.raises(ValueError, match="min_ngram=5 to max_ngram=4.*are 1 and 4"):
+        jaxdec.lookup(6, min_ngram=5)
+    with pytest.raises(ValueError, match="min_ngram=1 to max_ngram=0"):
+        jaxdec.lookup(6, max_ngram=0)
 
 
 def test_a_short_match_is_no_match():

@@ -14,7 +14,7 @@ from jaxdec.io.cache import open_checkpoint
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.drafters.look import look
 from jaxdec.io.drafters.read import open_drafter, read_drafter
-from jaxdec.report.inspection import inspect
+from jaxdec.report.inspection import inspect, rows
 
 MAY_LACK = ("d2t", "t2d", "embed_tokens.weight", "lm_head.weight")
 """Of which any may be absent where the target, or another of them, says the same."""
@@ -87,6 +87,11 @@ def test_inspect_explains(case):
     assert facts["format"] == stored(case).format
     assert {"layout", "taps", "vocabulary", "embedding", "head"} <= set(facts)
     known = inspect(str(case.folder), str(case.target))
+    assert known.pop("fits") == str(case.target) and set(known) == set(facts)
+    assert isinstance(facts["vocabulary"], int) and facts["strategies"]
+    for name, text in rows(facts) + rows(known):
+        assert text and "None" not in text and "_" not in name
+        assert not {"True", "False"} & set(text.split())
     whole = look(stored(case), target(case))
     assert known["taps"] == whole.facts["taps"]
     if isinstance(facts["taps"], list):

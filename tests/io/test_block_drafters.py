@@ -322,7 +322,8 @@ def test_sample_from_anchor_when_missing(kind, num_drafted, bonus, expected):
     )
     found = read_block(values, make(), TARGET, {})
     assert found.config.sample_from_anchor is expected
-    assert str(expected) in found.facts["choices"]["sample_from_anchor"]
+    text = f"taken as {str(expected).lower()}"
+    assert text in found.facts["choices"]["sample_from_anchor"]
     asked = read_block(values, make(), TARGET, {"sample_from_anchor": not expected})
     assert asked.config.sample_from_anchor is not expected
     assert asked.facts["overrides"] == {"sample_from_anchor": not expected}
@@ -358,7 +359,7 @@ def test_zlab_fields_in_either_place():
     inner = {"mask_token_id": 15}
     found = read_block(changed(ZLAB, dflash_config=inner), tensors_of(), TARGET, {})
     assert found.config.taps == (2, 8)
-    assert "z-lab's rule" in found.facts["choices"]["target_layer_ids"]
+    assert "2, 8 (z-lab's rule)" in found.facts["choices"]["taps"]
 
 
 # ---- What is refused -----------------------------------------------------------------

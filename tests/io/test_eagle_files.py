@@ -178,13 +178,15 @@ def test_unknown_settings_inside_are_named():
 def test_choices_are_written_down_and_overridden_by_name():
     found = read("spec_eagle3_nbr", change={"norm_before_residual": None})
     assert not found.config.norm_before_residual
-    assert "norm_before_residual is not given; false" in found.facts["choices"]
+    assert found.facts["choices"]["norm_before_residual"] == (
+        "not given, taken as false; override with norm_before_residual=..."
+    )
     found = read("eagle3", norm_before_residual=True, max_positions=99)
     assert found.config.norm_before_residual
-    assert found.config.layers.max_positions == found.facts["max_positions"] == 99
+    assert found.config.layers.max_positions == found.facts["context"] == 99
     assert read("eagle3", rope_theta=5e5).config.layers.ropes[0].theta == 5e5
     assert read("eagle1_bias").config.fusion_bias
-    assert "bias is not given; true" in read("eagle1_bias").facts["choices"]
+    assert "taken as true" in read("eagle1_bias").facts["choices"]["bias"]
     refused("no settings sample_from_anchor", "eagle3", sample_from_anchor=True)
     refused("no settings taps", "eagle1_bias", taps=[1])
     refused("must be true or false", "eagle3", norm_before_residual="yes")
@@ -199,7 +201,7 @@ def test_draft_lengths_are_the_authors():
     assert read("spec_peagle").config.draft_length == 5
     found = read("eagle3")
     assert found.config.draft_length == 5
-    assert "the draft length is not given; 5" in found.facts["choices"]
+    assert found.facts["choices"]["draft length"] == "not given, taken as 5"
 
 
 def test_scaled_rotations_of_the_original_format():
@@ -261,7 +263,7 @@ def test_layers_of_speculators():
         layers(layer_types=["full_attention"])
     found = layers(drop=["model_type"])
     assert found.config.layers.qk_norm
-    assert "the layers' model_type is not given; qwen3" in found.facts["choices"]
+    assert "model_type=qwen3" in found.facts["choices"]["layers"]
     with pytest.raises(CheckpointError, match="model_type 'mamba' are not"):
         layers(model_type="mamba")
     by_kind = {

@@ -8,7 +8,9 @@ import zipfile
 
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
+import jaxdec
 import jaxdec.io.hub as hub
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.hub import resolve
@@ -108,11 +110,24 @@ def test_local_paths_come_first(tmp_path, monkeypatch):
         resolve(tmp_path / "m.bin")
 
 
-@pytest.mark.parametrize("name", ["smollm3", "./owner/name", "/no/such", "a/b/c", ""])
+@pytest.mark.parametrize("name", ["smollm3", "./owner/name", "/no/such", "a/b/c"])
 def test_unknown_names(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="built-in name .smollm2."):
-        resolve(name) if name else resolve("no model")
+        resolve(name)
+    with pytest.raises(CheckpointError, match=f"no drafter {name!r}") as error:
+        resolve(name, what="drafter")
+    assert "smollm2" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["", " ", 3, None])
+def test_what_is_no_name(name):
+    """An empty path would be the folder that the process stands in."""
+    is_text = isinstance(name, str)
+    wrong = "is empty" if is_text else "named by a text or a path"
+    for load in (hub.check_name, resolve, jaxdec.load)[: None if is_text else 1]:
+        with pytest.raises(CheckpointError, match=f"{wrong}.*got {name!r}"):
+            load(name)
 
 
 def test_hub(tmp_path, monkeypatch):
@@ -144,3 +159,11 @@ def test_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fails)
     with pytest.raises(CheckpointError, match="offline.*without network"):
         resolve("owner/name")
+
+    def absent(repository, **options):
+        raise LocalEntryNotFoundError("An error happened.\n\nPlease check it.")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", absent)
+    with pytest.raises(CheckpointError, match="Hub: it cannot be reached") as error:
+        resolve("owner/name")
+    assert "\n" not in str(error.value)

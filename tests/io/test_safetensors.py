@@ -164,7 +164,7 @@ def test_missing_files(tmp_path, llama):
         load_checkpoint(folder)
     assert "2 of 3 files" in str(error.value) and "00002-of-00003" in str(error.value)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=r"config.json does not exist"):
+    with pytest.raises(CheckpointError, match=r"has no config.json"):
         load_checkpoint(tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text(json.dumps(values))
     (tmp_path / "empty" / "pytorch_model.bin").write_text("")

@@ -30,7 +30,7 @@ from jaxdec.io.drafters.block_tensors import (
     target_ids,
 )
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
-from jaxdec.io.drafters.sharing import owner
+from jaxdec.io.drafters.words import attention, name_layers, owner
 from jaxdec.models.block import BlockConfig
 from jaxdec.models.block_weights import expected_block_tensors
 from jaxdec.models.config import ModelConfig
@@ -177,7 +177,7 @@ def _resolve(found: Described, stored, target, overrides) -> BlockConfig:
             found.brings, "own" if tensor in stored else "target"
         )
         if found.brings == "some" and default == "target" and name not in overrides:
-            found.choices[name] = f"{tensor} is not in the file; the target's"
+            found.choices[name] = f"not in the file ({tensor}), so the target's"
         return choice(name, default, "own", "target") == "own"
 
     attention = choice("attention", "training", "training", "vllm", "full")
@@ -270,27 +270,35 @@ def _facts(config: BlockConfig, found: Described, overrides) -> dict[str, Any]:
         "hidden_and_previous": "of the hidden state and the token before",
     }
     return {
-        "format": found.format,
-        "layout": "anchor first: row k says the token after its position"
+        "layers": config.layers.num_layers,
+        "width": config.layers.hidden_size,
+        "layout": "anchor first: a row says the token after its place"
         if config.sample_from_anchor
-        else "1 + N: a masked row says the token at its position",
+        else "1 + N: a masked row says the token at its place",
         "block_size": config.block_size,
         "draft_length": config.max_length,
         "taps": list(config.taps),
-        "num_layers": config.layers.num_layers,
-        "windows": list(config.windows),
-        "causal": list(config.causal),
-        "window_from": config.window_from,
-        "mask_token_id": config.mask_token,
         "vocabulary": config.layers.vocab_size,
         "draft_vocabulary": config.draft_vocab_size,
         "embedding": owner(config.own_embedding),
         "head": owner(config.own_head),
         "markov_head": head if head == "none" else f"{head}, rank {config.markov_rank}",
         "confidence_head": sees[config.confidence],
-        "proposal": "the likeliest tokens at temperature 0; else sampled, with the "
-        "target's noise under the rule match"
+        "attention": _attention(config),
+        "context": config.layers.max_positions,
+        "mask_token": config.mask_token,
+        "proposal": "at temperature 0 the likeliest tokens, else sampled"
         + (" (z-lab's own code drafts greedily)" if "z-lab" in found.format else ""),
         "choices": dict(found.choices),
         "overrides": {name: overrides[name] for name in sorted(overrides)},
     }
+
+
+def _attention(config: BlockConfig) -> str:
+    """What a row sees: of the context, and of the block that it is in."""
+    context = attention(config.windows)
+    causal = [i for i, is_causal in enumerate(config.causal) if is_causal]
+    if not causal:
+        return f"{context}; all of its block"
+    where = "" if all(config.causal) else f" in {name_layers(causal)}, else all of it"
+    return f"{context}; of its block no later row{where}"

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.drafters.block_settings import Settings, nothing_left, read_layers
+from jaxdec.io.drafters.words import not_given
 from jaxdec.models.config import ModelConfig
 
 _TRAINING_ONLY = (
@@ -119,7 +120,9 @@ def read_zlab(values: Mapping[str, Any], target: ModelConfig) -> Described:
     if scale is None:
         scale = target.embedding_scale
         if scale != 1.0:
-            choices["embedding_scale"] = f"missing; the target's own, {scale}"
+            choices["embedding_scale"] = not_given(
+                scale, because="the target's own", override="embedding_scale"
+            )
     given = inner.take("target_layer_ids", fields.take("target_layer_ids", None))
     layers, windows = read_layers(fields, choices)
     num = layers.num_layers
@@ -129,7 +132,8 @@ def read_zlab(values: Mapping[str, Any], target: ModelConfig) -> Described:
         causal = False if causal is None else causal
     if given is None:
         given = default_layer_ids(num, num_target)
-        choices["target_layer_ids"] = f"missing; z-lab's rule gives {list(given)}"
+        taps = [k + 1 for k in given]
+        choices["taps"] = not_given(taps, because="z-lab's rule", override="taps")
     else:
         inner.left["target_layer_ids"] = given
         given = inner.ids("target_layer_ids")
@@ -142,7 +146,7 @@ def read_zlab(values: Mapping[str, Any], target: ModelConfig) -> Described:
         choices["attention"] = (
             "windows are counted from each row, and sliding layers are "
             f"{'causal' if any(in_block) else 'not causal'} inside the block, as z-lab "
-            "and vLLM have it now; overrides={'attention': 'full'} is z-lab's older "
+            "and vLLM have it now; override with attention='full' for z-lab's older "
             "code, which ignored windows outside of flash kernels"
         )
     return Described(
@@ -247,7 +251,8 @@ def read_speculators(values: Mapping[str, Any]) -> Described:
 
     def or_default(name: str, default: Any) -> Any:
         if fields.left.get(name) is None:
-            choices[name] = f"missing; {default}, the default of its class"
+            because = "the default of its class"
+            choices[name.replace("_", " ")] = not_given(default, because=because)
         return fields.take(name, default)
 
     fields.left["block_size"] = or_default("block_size", 8)
@@ -258,7 +263,9 @@ def read_speculators(values: Mapping[str, Any]) -> Described:
         from_anchor, why = _from_anchor(
             is_dspark, bonus_anchor, num_drafted, block_size
         )
-        choices["sample_from_anchor"] = f"missing; {from_anchor}: {why}"
+        choices["sample_from_anchor"] = not_given(
+            from_anchor, because=why, override="sample_from_anchor"
+        )
     markov, rank, confidence = "none", 0, "none"
     if is_dspark:
         rank = or_default("markov_rank", 256)
@@ -293,7 +300,7 @@ def read_speculators(values: Mapping[str, Any]) -> Described:
     if any(w is not None for w in windows):
         choices["attention"] = (
             "windows are counted from the anchor, as in training; "
-            "overrides={'attention': 'vllm'} counts them from each row"
+            "override with attention='vllm' to count them from each row"
         )
     return Described(
         format=f"speculators {'DSpark' if is_dspark else 'DFlash'}",

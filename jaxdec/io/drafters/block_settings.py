@@ -121,7 +121,7 @@ def _one_rope(settings: Mapping[str, Any], choices: dict[str, str]) -> Any:
     if not nested:
         return settings
     kind = "sliding_attention" if "sliding_attention" in nested else nested[0]
-    choices["rope"] = f"given per kind of layer; that of {kind} for all layers"
+    choices["rope"] = f"given for each kind of layer; that of {kind} is taken for all"
     return settings[kind]
 
 

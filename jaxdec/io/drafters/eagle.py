@@ -17,7 +17,7 @@ from jaxdec.io.checkpoint import CheckpointError, check_finite, shapes_of
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.eagle_formats import find_format
 from jaxdec.io.drafters.eagle_settings import File
-from jaxdec.io.drafters.sharing import owner
+from jaxdec.io.drafters.words import attention, owner
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.eagle_config import EagleConfig
 from jaxdec.models.eagle_weights import expected_eagle_tensors, target_ids_of
@@ -256,19 +256,22 @@ def _check_tensors(
     raise CheckpointError("\n".join(lines))
 
 
-def _facts(config: EagleConfig, choices: list[str]) -> dict[str, Any]:
+def _facts(config: EagleConfig, choices: dict[str, str]) -> dict[str, Any]:
     layers = config.layers
     return {
-        "layout": "all in one pass" if config.is_parallel else "one after another",
-        "num_layers": layers.num_layers,
-        "taps": list(config.taps),
+        "layers": layers.num_layers,
+        "width": layers.hidden_size,
+        "layout": "all draft tokens in one pass"
+        if config.is_parallel
+        else "one draft token after another",
         "draft_length": config.draft_length,
-        "vocabulary": [config.draft_vocab_size, layers.vocab_size],
+        "taps": list(config.taps),
+        "vocabulary": layers.vocab_size,
+        "draft_vocabulary": config.draft_vocab_size,
         "embedding": owner(config.own_embedding),
         "head": owner(config.own_head),
-        "norm_before_residual": config.norm_before_residual,
-        "max_positions": layers.max_positions,
-        "windows": list(layers.layer_windows),
+        "attention": attention(layers.layer_windows),
+        "context": layers.max_positions,
         "mask_token": config.mask_token,
         "choices": choices,
     }

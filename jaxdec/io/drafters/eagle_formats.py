@@ -20,6 +20,7 @@ from jaxdec.io.drafters.eagle_settings import (
     File,
     without,
 )
+from jaxdec.io.drafters.words import class_defaults
 from jaxdec.models.config import ModelConfig, RopeConfig
 from jaxdec.models.eagle_config import EagleConfig
 
@@ -299,18 +300,18 @@ def _speculators_layers(file: File) -> ModelConfig:
     """The layers of a speculators drafter, windows included."""
     stored = file.mapping("transformer_layer_config")
     kind = stored.get("model_type")
+    taken: dict[str, Any] = {}
     if kind is None:
-        kind = "qwen3"
-        file.choices.append("the layers' model_type is not given; qwen3")
+        kind = taken["model_type"] = "qwen3"
     if kind not in _LAYER_DEFAULTS:
         raise CheckpointError(
             f"drafter layers of model_type {kind!r} are not supported; only "
             f"{' and '.join(_LAYER_DEFAULTS)} are."
         )
     values = {**_LAYER_DEFAULTS[kind], **stored, "model_type": kind}
-    for name, value in _LAYER_DEFAULTS[kind].items():
-        if name not in stored:
-            file.choices.append(f"the layers' {name} is not given; {value}")
+    defaults = _LAYER_DEFAULTS[kind].items()
+    taken |= {name: value for name, value in defaults if name not in stored}
+    file.choices.update(class_defaults(taken))
     ropes = values.get("rope_parameters") or {}
     for name in ("sliding_attention", "full_attention"):
         if isinstance(ropes.get(name), Mapping):

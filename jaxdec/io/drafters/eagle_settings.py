@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxdec.io.checkpoint import CheckpointError
+from jaxdec.io.drafters.words import not_given
 from jaxdec.io.hf_config import config_from_hf
 from jaxdec.models.config import ModelConfig
 
@@ -37,14 +38,15 @@ class File:
     """Of the tensors, under canonical names."""
     target: ModelConfig
     overrides: Mapping[str, Any]
-    choices: list[str] = dataclasses.field(default_factory=list)
+    choices: dict[str, str] = dataclasses.field(default_factory=dict)
+    """What was taken where the file leaves something open, in words."""
 
     def flag(self, name: str, default: bool, *, is_open: bool = False) -> bool:
         """A switch, from the caller or the file; noted where `is_open` and absent."""
         value = self.overrides.get(name, self.values.get(name))
         if value is None:
             if is_open:
-                self.choices.append(f"{name} is not given; {str(default).lower()}")
+                self.choices[name] = not_given(default, override=name)
             return default
         if not isinstance(value, bool):
             raise CheckpointError(
@@ -112,7 +114,9 @@ class File:
         if ids is None or ids == []:
             num = self.target.num_layers
             taps = (2, num // 2, num - 3)
-            self.choices.append(f"the target's layers are not given; taps {taps}")
+            self.choices["taps"] = not_given(
+                taps, because="low, middle and high", override="taps"
+            )
             return taps
         is_list = isinstance(ids, list | tuple)
         if not is_list or any(type(i) is not int for i in ids):
@@ -168,7 +172,9 @@ class File:
         """How many tokens the drafter can say."""
         found = self.shapes.get("lm_head.weight", (layers.vocab_size,))[0]
         if self.values.get("draft_vocab_size") is None:
-            self.choices.append(f"draft_vocab_size is not given; {found}")
+            self.choices["draft vocabulary"] = not_given(
+                found, because="as its head has rows"
+            )
         return self.count("draft_vocab_size", found)
 
     def mask_token(self) -> int:
@@ -192,7 +198,7 @@ class File:
         """How many tokens the authors draft."""
         if type(stored) is int and stored > 0:
             return stored
-        self.choices.append(f"the draft length is not given; {default}")
+        self.choices["draft length"] = not_given(default)
         return default
 
 

@@ -79,15 +79,11 @@ def model_type(values: Mapping[str, Any]) -> str:
     return values.get("model_type") or "qwen3"
 
 
-def left_out(values: Mapping[str, Any]) -> list[str]:
+def left_out(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a difference does not give, with what they then are."""
     kind = model_type(values)
     given = {"model_type": kind} | CLASS_DEFAULTS.get(kind, {})
-    return [
-        f"the layers' {name} is not given; {value}"
-        for name, value in given.items()
-        if values.get(name) is None
-    ]
+    return {n: value for n, value in given.items() if values.get(n) is None}
 
 
 def full_attention_config(values: Mapping[str, Any]) -> ModelConfig:

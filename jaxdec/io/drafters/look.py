@@ -14,8 +14,9 @@ from jaxdec.io.drafters.layer_config import full_attention_config
 from jaxdec.io.drafters.read import StoredDrafter, read_drafter
 from jaxdec.models.config import ModelConfig
 
-_RULES = {1: "the target's hidden state after its final norm"}
-_RULE = "2, N // 2 and N - 3, of a target of N layers"
+_FINAL = "the target's hidden state after its final norm"
+_LOW_MIDDLE_HIGH = "what enters layers 2, N // 2 and N - 3 of a target of N layers"
+_SPREAD = "what enters layers spread evenly over the target (z-lab's rule)"
 
 
 def look(stored: StoredDrafter, target: ModelConfig | None = None) -> DrafterCheckpoint:
@@ -38,11 +39,13 @@ def look(stored: StoredDrafter, target: ModelConfig | None = None) -> DrafterChe
     other = read_drafter(stored, _stand_in(stored, 80))
     if found.facts["taps"] == other.facts["taps"]:
         return found
-    rule = _RULES.get(len(found.facts["taps"]), _RULE)
-    choices = [c for c in found.facts.get("choices", ()) if "taps" not in c]
-    facts = dict(found.facts) | {"taps": rule}
-    if isinstance(found.facts.get("choices"), list):
-        facts["choices"] = choices
+    rule = _SPREAD
+    if found.family == "eagle":
+        is_first = found.config.fusion == "embedding"
+        rule = _FINAL if is_first else _LOW_MIDDLE_HIGH
+    # The numbers are those of the stand-in.
+    choices = {k: v for k, v in found.facts["choices"].items() if k != "taps"}
+    facts = found.facts | {"taps": rule, "choices": choices}
     return DrafterCheckpoint(
         family=found.family,
         config=found.config,

@@ -18,6 +18,7 @@ from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.layer_config import HYBRID, full_attention_config, left_out
 from jaxdec.io.drafters.mtp_layouts import NATIVE, SPECULATORS, Found, find_modules
 from jaxdec.io.drafters.mtp_tensors import NORM, Choices, ModuleReader
+from jaxdec.io.drafters.words import class_defaults
 from jaxdec.io.hf_fields import HARMLESS, Fields
 from jaxdec.models.config import ModelConfig
 
@@ -174,7 +175,7 @@ def _read_speculators(values, tensors, target, overrides) -> DrafterCheckpoint:
             embedding_scale=target.embedding_scale,
             logit_softcap=target.logit_softcap,
         )
-    choices = Choices(found.layout, overrides, left_out(layers))
+    choices = Choices(found.layout, overrides, class_defaults(left_out(layers)))
     if block.family in HYBRID:
         choices.default("gains", "1+w", block.family)
     reader = ModuleReader(

@@ -14,6 +14,7 @@ import numpy as np
 from jaxdec.io.checkpoint import CheckpointError, LazyTensors, check_finite
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.mtp_layouts import Found, Layout
+from jaxdec.io.drafters.words import attention, owner
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.mtp import MtpConfig, expected_mtp_tensors
 
@@ -37,9 +38,9 @@ class Choices:
         self,
         layout: Layout,
         overrides: Mapping[str, Any] | None,
-        notes: Iterable[str] = (),
+        notes: Mapping[str, str] | None = None,
     ):
-        self._notes = list(notes)
+        self._notes = dict(notes or {})
         self._given = dict(overrides or {})
         for name, value in self._given.items():
             if value not in OVERRIDES.get(name, ()):
@@ -67,14 +68,17 @@ class Choices:
     def __getitem__(self, name: str) -> str:
         return self._given.get(name, self._defaults[name][0])
 
-    def explained(self) -> list[str]:
+    def explained(self) -> dict[str, str]:
         """Every choice in words, with its reason."""
-        return self._notes + [
-            f"{name}={self[name]}: overridden (default {value})"
-            if name in self._given
-            else f"{name}={value}: default of {reason}; override {name} to change it"
-            for name, (value, reason) in self._defaults.items()
-        ]
+        words = {}
+        for name, (value, reason) in self._defaults.items():
+            (other,) = (v for v in OVERRIDES[name] if v != value)
+            words[name] = (
+                f"{self[name]}, overridden (the default is {value})"
+                if name in self._given
+                else f"{value}, the default of {reason}; override with {name}={other!r}"
+            )
+        return self._notes | words
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -134,14 +138,14 @@ class ModuleReader:
         )
         facts = {
             "num_native_modules": num,
-            "prefix": layout.prefix.format(self.first),
-            "hidden_source": config.hidden_source,
-            "recycle": config.recycle,
-            "concat": self.choices["concat"],
+            "width": config.block.hidden_size,
+            "layout": "one draft token after another",
             "taps": list(config.taps),
-            "vocab_size": config.block.vocab_size,
-            "attention": "full",
+            "vocabulary": config.block.vocab_size,
+            "draft_vocabulary": config.block.vocab_size,
             **origins,
+            "attention": attention(()),
+            "context": config.block.max_positions,
             **facts,
             "choices": self.choices.explained(),
         }
@@ -290,7 +294,7 @@ class ModuleReader:
             if _equal(copies[0], np.asarray(self.tensors[beside])):
                 return None, "the target's (the copy in the file is equal)"
         if copies:
-            return copies[0], "the modules' own"
+            return copies[0], owner(True)
         if part == "embedding" and self.has_own_table:
             raise CheckpointError(
                 "mtp_use_dedicated_embeddings is true, but the files have no "
@@ -298,8 +302,8 @@ class ModuleReader:
             )
         is_theirs = self.takes_tables and (beside == name or self.needs_tables)
         if is_theirs and beside in self.tensors:
-            return np.asarray(self.tensors[beside]), "the modules' own"
-        return None, "the target's"
+            return np.asarray(self.tensors[beside]), owner(True)
+        return None, owner(False)
 
 
 def _shapes(tensors, names) -> dict[str, tuple[int, ...]]:

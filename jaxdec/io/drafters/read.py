@@ -47,6 +47,26 @@ class StoredDrafter:
     folder: Path
     content_hash: str
 
+    @property
+    def made_for(self) -> str | None:
+        """The target, as the file calls it."""
+        about = self.values.get("speculators_config")
+        verifier = about.get("verifier") if isinstance(about, Mapping) else None
+        named = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+        return named or self.values.get("target_model_name_or_path")
+
+
+def says_drafter(values: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` by itself says that it is a drafter's.
+
+    That of EAGLE-1 does not: it is its target's, with fewer layers.
+    """
+    if "speculators_model_type" in values or "draft_vocab_size" in values:
+        return True
+    architectures = values.get("architectures") or [""]
+    is_eagle = any("eagle" in str(name).lower() for name in architectures)
+    return is_eagle or block.recognise(values, {}) is not None
+
 
 def open_drafter(name: str | Path, progress: Progress | None = None) -> StoredDrafter:
     """Finds a drafter, and says what it is.
@@ -58,7 +78,7 @@ def open_drafter(name: str | Path, progress: Progress | None = None) -> StoredDr
     Raises:
         CheckpointError: nothing is there, or no format is recognised.
     """
-    folder = resolve(name, progress)
+    folder = resolve(name, progress, "drafter")
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is a file; a drafter is a folder with config.json and its "

@@ -9,17 +9,13 @@ from typing import Any
 import numpy as np
 
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
+from jaxdec.io.drafters.words import owner
 from jaxdec.types import Params
 
 _NAMES = {
     "embedding": ("embed_tokens.weight", "embedding.weight"),
     "head": ("lm_head.weight", "head.weight"),
 }
-
-
-def owner(is_own: bool) -> str:
-    """Whose a table is, in words."""
-    return "its own" if is_own else "the target's"
 
 
 def share_with_target(
