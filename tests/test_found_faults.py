@@ -1,6 +1,8 @@
 """Faults that were found by trying to break the library, each with the right value."""
 
 import dataclasses
+import json
+import shutil
 import subprocess
 import sys
 
@@ -71,6 +73,48 @@ def test_weights_of_whole_numbers_are_refused(kind):
     damaged = dataclasses.replace(stored, tensors=tensors)
     with pytest.raises(CheckpointError, match=name.split(".")[-2]):
         read_drafter(damaged, lm.config)
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value"),
+    [
+        ("targets/qwen3", "architectures", 3.7),
+        ("targets/qwen3", "model_type", []),
+        ("targets/qwen3", "eos_token_id", "x"),
+        ("targets/qwen3", "hidden_act", {}),
+        ("targets/qwen3", "rms_norm_eps", -1),
+        ("targets/qwen3", "rope_theta", 0),
+        ("drafters/eagle3", "architectures", 3.7),
+        ("drafters/eagle3", "rope_theta", -1),
+        ("drafters/deepspec_dspark_vanilla", "markov_rank", "x"),
+        ("drafters/deepspec_dspark_vanilla", "architectures", -1),
+        ("drafters/spec_dspark_anchor", "speculators_config", 7),
+        ("drafters/spec_dspark_anchor", "transformer_layer_config", []),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_an_error_of_the_checkpoint(
+    tmp_path, case, key, value
+):
+    folder = tmp_path / "damaged"
+    shutil.copytree(test_trained.CASES / case, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings[key] = value
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError):
+        if case.startswith("targets"):
+            jaxdec.load(folder, dtype="float32")
+        else:
+            read_drafter(open_drafter(folder), None)
+
+
+def test_modules_that_make_no_sense_leave_the_target_usable(tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(test_trained.CASES / "mtp" / "mimo", folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings["num_nextn_predict_layers"] = "x"
+    (folder / "config.json").write_text(json.dumps(settings))
+    lm = jaxdec.load(folder, dtype="float32")
+    assert "mtp" not in lm.strategies and "makes no sense" in lm.notes["mtp"]
 
 
 def test_a_topology_of_no_chips_is_refused():

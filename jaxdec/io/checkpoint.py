@@ -8,6 +8,7 @@ as a whole: an error lists every missing, unexpected and mis-shaped tensor at on
 a tensor that nothing reads is never ignored in silence.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -22,6 +23,20 @@ from jaxdec.models.weights import block_shapes
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be used; the message says why, and what to do."""
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """What stumbles over a value of the wrong type in a file is a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+        raise CheckpointError(
+            f"{what} has a value that makes no sense ({type(e).__name__}: {e}); "
+            "compare it with the original, or fetch it again"
+        ) from e
 
 
 class LazyTensors(Mapping):

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxdec.io.checkpoint import CheckpointError
+from jaxdec.io.checkpoint import CheckpointError, reading
 from jaxdec.io.hf_families import FAMILIES, REFUSED
 from jaxdec.io.hf_fields import HARMLESS, Fields
 from jaxdec.models.config import ModelConfig
 
 
+@reading("config.json")
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """Reads the contents of a ``config.json``.
 
@@ -54,6 +55,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
+@reading("config.json or generation_config.json")
 def stop_tokens_from_hf(
     generation: Mapping[str, Any] | None, config: Mapping[str, Any]
 ) -> tuple[int, ...]:

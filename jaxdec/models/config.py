@@ -6,6 +6,7 @@ metadata, and an option it does not understand is an error, never a default.
 """
 
 import dataclasses
+import math
 from typing import Literal
 
 
@@ -32,6 +33,10 @@ class RopeConfig:
     """Which part of a head's dimensions is rotated, from the first on."""
     factors: tuple[float, ...] = ()
     """Per-frequency divisors (GGUF's ``rope_freqs``), for ``kind="factors"``."""
+
+    def __post_init__(self):
+        if not 0 < self.theta < math.inf:
+            raise ValueError(f"rope theta must be above 0, got {self.theta}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,3 +89,9 @@ class ModelConfig:
     """Per layer, the sliding window (keys, own token counted); empty: none."""
     logit_softcap: float | None = None
     moe: MoeConfig | None = None
+
+    def __post_init__(self):
+        if not 0 <= self.norm_eps < 1:
+            raise ValueError(
+                f"a norm's epsilon must be small and not below 0, got {self.norm_eps}"
+            )

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdec.io.checkpoint import CheckpointError
+from jaxdec.io.checkpoint import CheckpointError, reading
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.layer_config import HYBRID, full_attention_config, left_out
 from jaxdec.io.drafters.mtp_layouts import NATIVE, SPECULATORS, Found, find_modules
@@ -91,6 +91,7 @@ def read_mtp(
     return checkpoint
 
 
+@reading("config.json, where it describes MTP modules,")
 def read_native(
     values: Mapping[str, Any],
     tensors: Mapping[str, np.ndarray],

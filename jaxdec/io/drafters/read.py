@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdec.io.checkpoint import CheckpointError, LazyTensors, shapes_of
+from jaxdec.io.checkpoint import CheckpointError, LazyTensors, reading, shapes_of
 from jaxdec.io.drafters import block, eagle, mtp
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.hub import resolve
@@ -56,6 +56,7 @@ class StoredDrafter:
         return named or self.values.get("target_model_name_or_path")
 
 
+@reading("the drafter's config.json")
 def says_drafter(values: Mapping[str, Any]) -> bool:
     """Whether a ``config.json`` by itself says that it is a drafter's.
 
@@ -68,6 +69,7 @@ def says_drafter(values: Mapping[str, Any]) -> bool:
     return is_eagle or block.recognise(values, {}) is not None
 
 
+@reading("the drafter's config.json")
 def open_drafter(name: str | Path, progress: Progress | None = None) -> StoredDrafter:
     """Finds a drafter, and says what it is.
 
@@ -123,6 +125,7 @@ def open_drafter(name: str | Path, progress: Progress | None = None) -> StoredDr
     )
 
 
+@reading("the drafter's config.json")
 def read_drafter(
     stored: StoredDrafter,
     target: ModelConfig | None,
