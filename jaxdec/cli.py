@@ -378,10 +378,16 @@ def models(as_json: Json = False) -> None:
 
 def _check_draft_model(names: Sequence[str], draft_model: str | None) -> None:
     """Before anything is loaded: the option and the strategy belong together."""
-    if ("draft_model" in names) != (draft_model is not None):
+    is_asked = "draft_model" in names
+    if is_asked and draft_model is None:
         raise ValueError(
-            "strategy 'draft_model' and --draft-model MODEL, a smaller model with the "
-            "same tokenizer, go together; give both or neither"
+            "strategy 'draft_model' needs a model: add --draft-model MODEL, a smaller "
+            "one with the same tokenizer"
+        )
+    if draft_model is not None and not is_asked:
+        raise ValueError(
+            f"--draft-model {draft_model} is for the strategy 'draft_model', and "
+            f"{', '.join(names)} was asked for; name it, or leave the option out"
         )
 
 

@@ -68,6 +68,20 @@ def test_help_teaches(run):
     assert run("--version")[:2] == (0, f"jaxdec {jaxdec.__version__}\n")
 
 
+def test_a_smaller_model_drafts(run, model):
+    words = ["generate", "abcabc", "--model", model, "--dtype", "float32", "--json"]
+    words += ["--max-new-tokens", "8"]
+    _, plain, _ = run(*words)
+    more = ["--strategy", "draft_model", "--draft-model", model]
+    status, out, _ = run(*words, *more)
+    assert status == 0
+    found = json.loads(out)
+    assert found["outputs"] == json.loads(plain)["outputs"]
+    # It is the target itself, so it is always right.
+    evidence = found["evidence"]
+    assert evidence["acceptance_rate"] == 1.0 and evidence["drafter_param_bytes"] > 0
+
+
 def is_one_line(err):
     return err.startswith("jaxdec: ") and err.count("\n") == 1 and err.endswith("\n")
 
@@ -80,7 +94,8 @@ def is_one_line(err):
         (["generate", "x", "--strategy", "magic"], "unknown strategy 'magic'"),
         (["generate", "x", "--strategy", "magic"], "with --drafter PATH, mtp, eagle"),
         (["generate", "x", "--drafter", "nowhere"], "no drafter 'nowhere'"),
-        (["generate", "x", "--strategy", "draft_model"], "needs a model"),
+        (["generate", "x", "--strategy", "draft_model"], "needs a model: add --draft-"),
+        (["generate", "x", "--draft-model", "m"], "and greedy was asked for"),
         (["generate", "x", "--temperature", "-1"], "temperature"),
         (["generate", "x", "--temperature", "nan"], "temperature"),
         (["generate", "x", "--top-p", "2"], "top_p"),
