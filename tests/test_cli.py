@@ -80,7 +80,7 @@ def is_one_line(err):
         (["generate", "x", "--strategy", "magic"], "unknown strategy 'magic'"),
         (["generate", "x", "--strategy", "magic"], "with --drafter PATH, mtp, eagle"),
         (["generate", "x", "--drafter", "nowhere"], "no drafter 'nowhere'"),
-        (["generate", "x", "--strategy", "draft_model"], "needs a model"),
+        (["generate", "x", "--strategy", "draft_model"], "--draft-model MODEL"),
         (["generate", "x", "--temperature", "-1"], "temperature"),
         (["generate", "x", "--temperature", "nan"], "temperature"),
         (["generate", "x", "--top-p", "2"], "top_p"),
