@@ -1,5 +1,4 @@
-"""The tensors of a block drafter: names, shapes, their way into the network
-and back.
+"""The tensors of a block drafter, and their way into the network and back.
 
 Names are those that z-lab, DeepSpec and speculators all write, without ``model.``;
 ``d2t`` holds offsets: token j of a reduced vocabulary is the target's ``j + d2t[j]``.

@@ -110,6 +110,20 @@ def params_from_tensors(
     return params
 
 
+def layer_params(
+    config: ModelConfig, tensors: Mapping[str, np.ndarray], dtype: str = "float32"
+) -> Params:
+    """The inverse of `layer_tensors`: a decoder's arrays but for its tables."""
+    read = TensorReader(tensors, dtype)
+    layers = range(config.num_layers)
+    return {
+        "layers": {
+            i: block_params(config, i, f"model.layers.{i}", read) for i in layers
+        },
+        "norm": read.norm("model.norm"),
+    }
+
+
 def _gpt2(config: ModelConfig, layer: int, read: TensorReader) -> dict:
     prefix = f"h.{layer}"
     return {

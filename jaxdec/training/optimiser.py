@@ -65,7 +65,17 @@ def make_optimiser(recipe: Recipe, dtype: str) -> optax.GradientTransformation:
             optax.scale_by_learning_rate(rate),
         )
         adam = optax.partition({"muon": muon, "adam": plain}, is_matrix)
-    return optax.chain(optax.clip_by_global_norm(recipe.clip), adam)
+    return _lenient(optax.chain(optax.clip_by_global_norm(recipe.clip), adam))
+
+
+def _lenient(optimiser: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same where number types must not mix; optax mixes them."""
+
+    def update(updates, state, params=None):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return optimiser.update(updates, state, params)
+
+    return optax.GradientTransformation(optimiser.init, update)
 
 
 def is_matrix(params: Any) -> Any:

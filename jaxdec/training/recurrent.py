@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxdec.models.decoder import causal_mask, places
@@ -117,10 +118,9 @@ def losses_and_right(
     index = jnp.take(frozen["draft_index"], batch.tokens, mode="clip")
     size = frozen["teacher"].shape[0]
     labels = jnp.stack([shifted(index, 2 + t) for t in range(num)], axis=1)
-    weights = jnp.stack(
-        [is_drafted(batch, t) * jnp.float32(decay**t) for t in range(num)], axis=1
-    )
-    weights = weights * (labels < size)
+    drafted = jnp.stack([is_drafted(batch, t) for t in range(num)], axis=1)
+    by_pass = jnp.asarray(decay ** np.arange(num), jnp.float32)[None, :, None]
+    weights = jnp.where(drafted & (labels < size), by_pass, 0.0)
 
     def teacher(said):
         """The law after every place; after place i + 1 + t for pass t."""
@@ -141,7 +141,6 @@ def losses_and_right(
         said,
         (weights, labels, which),
     )
-    drafted = jnp.stack([is_drafted(batch, t) for t in range(num)], axis=1)
     figures = {
         f"right {t + 1}": (
             jnp.sum(right[:, t] & drafted[:, t], dtype=jnp.float32),
