@@ -350,6 +350,7 @@ def make_block_net(
         begin = jnp.repeat(position, size, axis=1)
         slot = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), (batch, total))
         context = network.context(network.fuse(features), slot)
+        kind = network.fc.weight.dtype
 
         def attend(i, query, key, value):
             start, window = _reach(config, i, begin, rows)
@@ -360,8 +361,8 @@ def make_block_net(
             own = jnp.broadcast_to(jnp.asarray(own), (batch, *own.shape))
             return attend_all(
                 query,
-                jnp.concatenate([context[i][0], key], axis=2),
-                jnp.concatenate([context[i][1], value], axis=2),
+                jnp.concatenate([context[i][0], key], axis=2).astype(kind),
+                jnp.concatenate([context[i][1], value], axis=2).astype(kind),
                 jnp.concatenate([seen, own], axis=2),
                 scale=layers.head_dim**-0.5,
             )

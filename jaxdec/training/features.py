@@ -80,7 +80,7 @@ class KeptFeatures:
     """``[tokens of the store, n, E]``, mapped from the file."""
     offsets: np.ndarray
 
-    def __call__(self, record: int) -> np.ndarray:
+    def __call__(self, record: int | np.integer) -> np.ndarray:
         """``[length, n, E]``, bfloat16."""
         rows = self.rows[self.offsets[record] : self.offsets[record + 1]]
         return rows.view(ml_dtypes.bfloat16)

@@ -34,8 +34,8 @@ class RowLoss(NamedTuple):
 def head_loss(
     row_loss: Callable[..., RowLoss],
     prepare: Callable[[Any], Any],
-    hidden: Sequence[Float[Array, "G S R E"]],
-    heads: Sequence[Float[Array, "W E"]],
+    hidden: Sequence[Float[Array, "G S R _"]],
+    heads: Sequence[Float[Array, "W _"]],
     shared: Any,
     own: Any,
     trained: Sequence[bool] = (),

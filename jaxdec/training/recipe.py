@@ -90,8 +90,63 @@ class MtpRecipe(Recipe):
     decay: float = 0.8
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockRecipe(Recipe):
+    """What DFlash and DSpark share."""
+
+    taps: tuple[int, ...] | None = None
+    """None is 2, N // 2, N - 3 of N layers."""
+    num_layers: int = 2
+    block_size: int = 8
+    num_anchors: int = 20
+    """Blocks of a sequence."""
+    gamma: float = 4.0
+    """Slot k of a block counts exp(-k / gamma)."""
+    soft: float = 0.0
+    """Weight of the cross-entropy with the target's law."""
+    hard: float = 0.0
+    """Weight of the cross-entropy with the true token."""
+    mask_token: int | None = None
+    """None is a token that the data never has."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DflashRecipe(BlockRecipe):
+    """DFlash in z-lab's format: masks are filled in place, K is block_size - 1."""
+
+    kind: ClassVar[str] = "dflash"
+    soft: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DsparkRecipe(BlockRecipe):
+    """DSpark in the format of speculators: anchor first, K is block_size."""
+
+    kind: ClassVar[str] = "dspark"
+    hard: float = 0.1
+    block_size: int = 7
+    distance: float = 0.9
+    """Weight of the L1 distance of the laws."""
+    confidence: float = 1.0
+    markov: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    markov_rank: int = 64
+    sees_previous: bool = True
+    """Whether the confidence head reads the token before, beside the hidden state."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftRecipe(Recipe):
+    """A small language model made of some of the target's layers."""
+
+    kind: ClassVar[str] = "draft"
+    from_layers: tuple[int, ...] = (0, 1, 2)
+    """The target's layers that it begins with, in order."""
+    draft_length: int = 4
+
+
 RECIPES: dict[str, type[Recipe]] = {
-    recipe.kind: recipe for recipe in (Eagle3Recipe, MtpRecipe)
+    recipe.kind: recipe
+    for recipe in (DraftRecipe, MtpRecipe, Eagle3Recipe, DflashRecipe, DsparkRecipe)
 }
 
 

@@ -54,7 +54,7 @@ class TokenStore:
     def __len__(self):
         return len(self.prompt_length)
 
-    def tokens(self, record: int) -> np.ndarray:
+    def tokens(self, record: int | np.integer) -> np.ndarray:
         """Prompt and answer of a record."""
         return self.ids[self.offsets[record] : self.offsets[record + 1]]
 
