@@ -1,4 +1,4 @@
-"""The `jaxdec` command: generate, compare, inspect, models.
+"""The `jaxdec` command: generate, compare, inspect, models; and those of training.
 
 One function per subcommand, and no logic of its own: what a subcommand prints is what
 the library returns. Results go to stdout; progress, evidence lines and errors go to
@@ -18,6 +18,7 @@ import rich.table
 import typer
 
 from jaxdec import console as terminal
+from jaxdec import train_command
 
 _HELP = """Decoding strategies for language models, chosen on evidence.
 
@@ -32,6 +33,9 @@ A worked path:
       certifies that none of them changes the answer, says which to use
   jaxdec inspect model.gguf
       what a checkpoint is; the other commands take it as --model
+  jaxdec regenerate prompts.jsonl --out answers
+  jaxdec train eagle3 --data answers --out run
+      makes a drafter for the model; then: --drafter run/drafter
 
 Each command has its own --help.
 """
@@ -327,6 +331,9 @@ def models(as_json: Json = False) -> None:
     ]
     _print_table(console, ("model", "what", "state"), rows)
     console.print(f"cache: {found['cache']}", style="dim", soft_wrap=True)
+
+
+train_command.register(app)
 
 
 def _load(model: str, dtype: str, drafters: Sequence[str] | None = None) -> Any:

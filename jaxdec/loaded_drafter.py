@@ -19,6 +19,7 @@ from jaxdec.drafters.mtp import mtp
 from jaxdec.drafters.mtp import recurrent_net as mtp_recurrent_net
 from jaxdec.drafters.recurrent_tree import recurrent_tree
 from jaxdec.io.checkpoint import CheckpointError
+from jaxdec.io.drafters.calibration import read_calibration
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.mtp import read_native
 from jaxdec.io.drafters.own import is_own, read_own, write_own
@@ -272,6 +273,7 @@ def load_drafter(
     stored = open_drafter(name, progress)
     _check_tokenizer(stored.folder, lm)
     checkpoint = read_drafter(stored, lm.config, overrides)
+    checkpoint = read_calibration(stored.folder, checkpoint)
     return from_checkpoint(checkpoint, lm, str(name), stored.content_hash)
 
 

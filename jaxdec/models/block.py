@@ -63,6 +63,8 @@ class BlockConfig:
     markov: Literal["none", "vanilla", "gated", "rnn"] = "none"
     markov_rank: int = 0
     confidence: Literal["none", "hidden", "hidden_and_previous"] = "none"
+    temperatures: tuple[float, ...] = ()
+    """What the log-odds of each draft token's confidence are divided by; empty is 1."""
     windows: tuple[int | None, ...]
     """Per layer, how far back the context is attended; None is all of it."""
     causal: tuple[bool, ...]

@@ -18,6 +18,7 @@ from jaxdec.training.features import keep_features
 from jaxdec.training.kinds import make_objective
 from jaxdec.training.objective import Objective
 from jaxdec.training.recipe import Recipe
+from jaxdec.training.speed import measure_step
 from jaxdec.training.store import TokenStore
 from jaxdec.training.trainer import Run, Trained
 
@@ -34,6 +35,7 @@ def train(
     mesh: Mesh | None = None,
     progress: Progress | None = None,
     until: int | None = None,
+    with_speed: bool = False,
 ) -> tuple[LoadedDrafter, Trained]:
     """Trains a drafter, or goes on where an interrupted run ended.
 
@@ -47,6 +49,7 @@ def train(
         mesh: devices to split batches over.
         progress: told ``(steps done, steps, text)``.
         until: stop after this many steps, as if interrupted, but with a drafter.
+        with_speed: measure the step, for the card.
 
     Returns:
         The drafter, and what the run came to.
@@ -90,6 +93,8 @@ def train(
         "devices": 1 if mesh is None else mesh.shape.get(DATA, 1),
         "validation": found.validation,
     }
+    if with_speed:
+        card["speed"] = measure_step(run)
     save_drafter(folder / "drafter", drafter, lm, card=card, overwrite=True)
     drafter.card = card
     return drafter, found

@@ -26,7 +26,7 @@ from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.orbax import load_metadata, load_params, save_params
 from jaxdec.models.sharding import DATA, check_mesh
 from jaxdec.training.acceptance import Validation
-from jaxdec.training.batches import Batch, Order, make_batch
+from jaxdec.training.batches import Batch, Order, Slice, make_batch
 from jaxdec.training.objective import Losses, Objective
 from jaxdec.training.optimiser import make_optimiser, schedule
 from jaxdec.training.recipe import Recipe
@@ -159,6 +159,7 @@ class Run:
         target: str = "",
         features: Callable[[int], np.ndarray] | None = None,
         mesh: Mesh | None = None,
+        programs: Programs | None = None,
     ):
         """Begins a run, or goes on with the one in the folder.
 
@@ -171,12 +172,14 @@ class Run:
             target: the hash of the target's content.
             features: of every record, if they are kept; None computes them.
             mesh: devices to split batches over.
+            programs: of the same objective, recipe, dtype and mesh, compiled before.
 
         Raises:
             CheckpointError: the folder holds a run of something else.
             ValueError: batches that do not divide by the devices.
         """
         self.objective, self.recipe, self.store = objective, recipe, store
+        self.dtype = dtype
         self.folder, self.features = Path(folder), features
         self.mesh = None if mesh is None else check_mesh(mesh)
         devices = 1 if mesh is None else self.mesh.shape.get(DATA, 1)
@@ -196,7 +199,9 @@ class Run:
         self.checked = Order(
             records=kept, seed=0, num_buckets=recipe.num_buckets, **common
         )
-        self.programs = make_programs(objective, recipe, dtype, self.mesh)
+        if programs is None:
+            programs = make_programs(objective, recipe, dtype, self.mesh)
+        self.programs = programs
         self.frozen = objective.frozen
         facts = {
             "recipe": recipe.to_dict(),
@@ -231,7 +236,7 @@ class Run:
                 self.recipe.batch_size,
             )
             self.state, figures = self.programs.step(
-                self.state, self.fixed, self.frozen, batch, self._rows(keys)
+                self.state, self.fixed, self.frozen, batch, self.rows(keys)
             )
             figures = {k: round(float(x), 6) for k, x in figures.items()}
             self._check(figures)
@@ -265,7 +270,7 @@ class Run:
         begun = time.perf_counter()
         found = Validation(self.objective.draft_length)
         for part in self.checked.once():
-            batch = self._host_batch(part)
+            batch = self.host_batch(part)
             right = self.programs.right(
                 self.state["own"], self.fixed, self.frozen, batch
             )
@@ -324,13 +329,14 @@ class Run:
         with open(self.folder / "log.jsonl", mode) as file:
             file.write(json.dumps(line) + "\n")
 
-    def _host_batch(self, part) -> Batch:
+    def host_batch(self, part: Slice) -> Batch:
+        """The batch of a slice."""
         return make_batch(self.store, part, self.recipe.batch_size, self.features)
 
     def _batch(self, part) -> Batch:
-        return self._rows(self._host_batch(part))
+        return self.rows(self.host_batch(part))
 
-    def _rows(self, tree: Any) -> Any:
+    def rows(self, tree: Any) -> Any:
         """Puts rows onto the devices of the mesh."""
         if self.mesh is None:
             return tree

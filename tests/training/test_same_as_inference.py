@@ -7,15 +7,11 @@ drawn put behind it as if they were the truth, and must say the same of each of 
 
 import dataclasses
 import functools
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
 import tiny
 from helpers_sampling import make_sequences
 

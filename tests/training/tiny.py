@@ -14,6 +14,13 @@ import toy
 
 from jaxdec.lm import LM
 from jaxdec.models.decoder import make_reader
+from jaxdec.training.recipe import (
+    DflashRecipe,
+    DraftRecipe,
+    DsparkRecipe,
+    Eagle3Recipe,
+    MtpRecipe,
+)
 from jaxdec.training.store import Record, read_store, write_shard
 
 CONFIG = dataclasses.replace(toy.TINY_CONFIG, num_layers=3)
@@ -26,7 +33,7 @@ def target(dtype: str = "float32") -> LM:
     params = jax.tree.map(lambda x: x, toy.weights(CONFIG, 5))
     for layer in params["layers"].values():
         for part, matrix in (("attention", "out"), ("mlp", "down")):
-            layer[part][matrix]["weight"] = layer[part][matrix]["weight"] * 0.1
+            layer[part][matrix]["weight"] = layer[part][matrix]["weight"] * 0.02
     params["head"]["weight"] = params["head"]["weight"] * 6.0
     return LM(
         config=CONFIG,
@@ -77,3 +84,27 @@ def write_answers(folder, num: int = 200, num_validation: int = 24):
     write_shard(folder, records[: num // 2])
     write_shard(folder, records[num // 2 :])
     return read_store(folder)
+
+
+COMMON = dict(
+    batch_size=16,
+    vocabulary=97,
+    num_buckets=1,
+    warmup=5,
+    validate_every=1000,
+    save_every=1000,
+    num_validation=24,
+    learning_rate=1e-2,
+)
+RECIPES = {
+    "draft": DraftRecipe(steps=60, from_layers=(0,), draft_length=3, **COMMON),
+    "mtp": MtpRecipe(steps=80, passes=2, draft_length=3, **COMMON),
+    "eagle3": Eagle3Recipe(steps=80, passes=3, draft_length=3, **COMMON),
+    "dflash": DflashRecipe(
+        steps=150, block_size=4, num_anchors=12, num_layers=1, **COMMON
+    ),
+    "dspark": DsparkRecipe(
+        steps=120, block_size=3, num_anchors=12, num_layers=1, markov_rank=16, **COMMON
+    ),
+}
+"""Enough for each to learn what the target says."""
