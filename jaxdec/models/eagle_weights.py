@@ -176,7 +176,7 @@ def eagle_tensors_from_params(
     if config.own_head:
         writer.array("lm_head.weight", params["head"])
     if config.is_reduced:
-        writer.array("d2t", offsets_of(params["vocabulary"]["target_ids"]))
+        writer.array("d2t", offsets_of(np.asarray(params["vocabulary"]["target_ids"])))
     if config.is_parallel:
         writer.array("mask_hidden", np.reshape(params["mask_hidden"], -1))
     return writer.tensors

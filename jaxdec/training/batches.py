@@ -11,6 +11,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
@@ -32,9 +33,9 @@ class Batch:
     @property
     def is_answer(self) -> Bool[Array, "B T"]:
         """Tokens that the target said."""
-        place = np.arange(self.tokens.shape[1], dtype=np.int32)[None]
-        begun = place >= self.prompt_length[:, None]
-        return begun & (place < self.length[:, None])
+        place = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None]
+        begin, end = (jnp.asarray(x) for x in (self.prompt_length, self.length))
+        return (place >= begin[:, None]) & (place < end[:, None])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,9 +84,11 @@ class Order:
             waiting = np.concatenate([left, records[fits]])
             whole = len(waiting) - len(waiting) % self.batch_size
             slices += [
-                Slice(records=tuple(part.tolist()), length=size)
-                for part in np.split(waiting[:whole], whole // self.batch_size)
-                if whole
+                Slice(
+                    records=tuple(waiting[i : i + self.batch_size].tolist()),
+                    length=size,
+                )
+                for i in range(0, whole, self.batch_size)
             ]
             left, shorter = waiting[whole:], size
         if not slices:

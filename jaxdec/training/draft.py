@@ -38,7 +38,7 @@ def losses_and_right(
     hidden = reader.read(own | tables, tokens).normed_hidden
     index = jnp.take(frozen["draft_index"], tokens, mode="clip")
     label = shifted(index, 1)
-    is_said = shifted_mask(jnp.asarray(batch.is_answer), 1)
+    is_said = shifted_mask(batch.is_answer, 1)
     known = label < frozen["teacher"].shape[0]
     weight = jnp.where(is_said & known, jnp.float32(1), 0.0)
 

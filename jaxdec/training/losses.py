@@ -96,7 +96,7 @@ def head_loss(
     return loss, jax.lax.stop_gradient(extras)
 
 
-def probabilities(logits: Float[Array, "R W"]) -> Float[Array, "R W"]:
+def probabilities(logits: Float[Array, "... W"]) -> Float[Array, "... W"]:
     """Softmax over the last axis."""
     weight = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
     return weight / jnp.sum(weight, axis=-1, keepdims=True)

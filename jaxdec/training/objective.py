@@ -74,7 +74,7 @@ def is_drafted(batch: Batch, depth: int) -> Bool[Array, "B T"]:
 
     The first draft token is at i + 2 for depth 0, and is part of the answer.
     """
-    is_answer = jnp.asarray(batch.is_answer)
+    is_answer = batch.is_answer
     first, last = shifted_mask(is_answer, 2), shifted_mask(is_answer, 2 + depth)
     return first & last
 

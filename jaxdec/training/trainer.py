@@ -129,7 +129,7 @@ def make_programs(
         own = optax.apply_updates(state["own"], updates)
         figures = {
             "loss": found.loss / weight,
-            "gradient_norm": optax.global_norm(gradient),
+            "gradient_norm": optax.tree.norm(gradient),
             **{k: x / jnp.maximum(n, 1e-6) for k, (x, n) in found.figures.items()},
         }
         return {"own": own, "optimiser": optimised}, figures

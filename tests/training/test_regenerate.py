@@ -47,16 +47,16 @@ def test_a_killed_run_goes_on_and_gives_the_same_store(lm, tmp_path):
     assert whole.is_greedy[7:].all() and 0 < whole.is_greedy[:7].sum() < 7
     # Nothing is left to do, and more prompts add to what is there.
     assert len(work.regenerate(lm, jobs, tmp_path / "part", **options)) == 10
-    for i in range(10):
-        expected = jaxdec.generate(
-            lm,
-            [whole.tokens(i)[:3].tolist()],
-            strategy="greedy" if whole.is_greedy[i] else "sample",
-            temperature=0.0 if whole.is_greedy[i] else 1.5,
-            seed=jobs[i].seed,
-            max_new_tokens=6,
-        )
-        assert list(expected[0].tokens) == whole.tokens(i)[3:].tolist()
+    expected = jaxdec.generate(
+        lm,
+        [whole.tokens(i)[:3].tolist() for i in range(10)],
+        strategy="sample",
+        temperature=[0.0 if greedy else 1.5 for greedy in whole.is_greedy],
+        seed=[job.seed for job in jobs],
+        max_new_tokens=6,
+    )
+    for i, answer in enumerate(expected):
+        assert list(answer.tokens) == whole.tokens(i)[3:].tolist()
 
 
 def test_how_a_prompt_is_answered_depends_on_its_id_alone():
@@ -70,7 +70,7 @@ def test_how_a_prompt_is_answered_depends_on_its_id_alone():
     with pytest.raises(ValueError, match="two prompts have the id 'p0'"):
         work.plan([*prompts(2), *prompts(1)])
     with pytest.raises(ValueError, match="0 to 1"):
-        work.plan(prompts(2), sampled=50)
+        work.plan(prompts(2), sampled=50.0)
 
 
 def test_a_store_begins_with_another(lm, tmp_path):
