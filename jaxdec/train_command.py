@@ -118,6 +118,9 @@ def train(
             help="Folder to keep the target's features in: faster, takes much disk."
         ),
     ] = None,
+    start: Annotated[
+        str | None, typer.Option(help="A drafter to go on with, in a new run.")
+    ] = None,
     devices: Annotated[
         int, typer.Option(help="Split batches over so many devices.", min=1)
     ] = 1,
@@ -166,6 +169,7 @@ def train(
             mesh=mesh,
             progress=progress,
             with_speed=speed,
+            start=start,
         )
     facts = {"drafter": str(out / "drafter"), "parameters": drafter.num_params}
     keys = ("steps", "minutes", "tokens_read", "validation", "speed")

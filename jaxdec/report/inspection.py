@@ -7,6 +7,7 @@ from typing import Any
 from jaxdec.io.cache import open_checkpoint
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.drafters.look import look
+from jaxdec.io.drafters.own import is_own, read_own
 from jaxdec.io.drafters.read import StoredDrafter, open_drafter
 from jaxdec.io.hub import resolve
 from jaxdec.report.checkpoints import describe, describe_drafter, describe_native
@@ -29,6 +30,11 @@ def inspect(
             not fit the target.
     """
     path = resolve(name, progress)
+    if path.is_dir() and is_own(path):
+        found = None if target is None else open_checkpoint(target, progress)
+        config, content = (found.config, found.content_hash) if found else (None, "")
+        checkpoint, card = read_own(path, config, content)
+        return describe_drafter(checkpoint, name) | {"card": card}
     stored = _drafter_in(path)
     if stored is not None:
         config = None if target is None else open_checkpoint(target, progress).config

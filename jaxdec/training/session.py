@@ -4,6 +4,7 @@ A folder holds all of a run: checkpoints, ``log.jsonl``, and, once it is finishe
 drafter in ``drafter``, which `jaxdec.load_drafter` reads.
 """
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxdec.io.drafters.sharing import owner
-from jaxdec.loaded_drafter import LoadedDrafter, save_drafter
+from jaxdec.loaded_drafter import LoadedDrafter, load_drafter, save_drafter
 from jaxdec.models.sharding import DATA
 from jaxdec.training.features import keep_features
 from jaxdec.training.kinds import make_objective
@@ -36,6 +37,7 @@ def train(
     progress: Progress | None = None,
     until: int | None = None,
     with_speed: bool = False,
+    start: str | Path | None = None,
 ) -> tuple[LoadedDrafter, Trained]:
     """Trains a drafter, or goes on where an interrupted run ended.
 
@@ -50,6 +52,8 @@ def train(
         progress: told ``(steps done, steps, text)``.
         until: stop after this many steps, as if interrupted, but with a drafter.
         with_speed: measure the step, for the card.
+        start: a drafter to begin with, instead of random weights; of the same recipe
+            but for its numbers of steps and its rates.
 
     Returns:
         The drafter, and what the run came to.
@@ -69,6 +73,7 @@ def train(
     if features is not None:
         taps = objective.features.kept
         kept = keep_features(features, lm, store, taps, progress=progress)
+    begin = None if start is None else _begin(start, objective, lm)
     run = Run(
         objective,
         recipe,
@@ -78,6 +83,7 @@ def train(
         target=lm.content_hash,
         features=kept,
         mesh=mesh,
+        begin=begin,
     )
     found = run.train(progress, until)
     drafter = as_drafter(objective, found.own, lm, str(folder / "drafter"))
@@ -90,6 +96,7 @@ def train(
         "tokens_read": sum(line["tokens"] for line in steps),
         "answer_tokens": store.num_answer_tokens,
         "sources": np.unique(store.source).tolist(),
+        "start": None if start is None else str(start),
         "devices": 1 if mesh is None else mesh.shape.get(DATA, 1),
         "validation": found.validation,
     }
@@ -98,6 +105,30 @@ def train(
     save_drafter(folder / "drafter", drafter, lm, card=card, overwrite=True)
     drafter.card = card
     return drafter, found
+
+
+def _begin(start: str | Path, objective: Objective, lm: Any) -> Any:
+    """The arrays of a drafter that is to be trained on.
+
+    Raises:
+        ValueError: it is another kind of network than the recipe's.
+    """
+    drafter = load_drafter(start, lm)
+    config = drafter.config
+    if drafter.family == "block":
+        config = dataclasses.replace(config, temperatures=())
+    if (drafter.family, config) != (objective.family, objective.config):
+        raise ValueError(
+            f"{start} is not the network of this recipe ({drafter.config} against "
+            f"{objective.config}); begin with a drafter of the same recipe"
+        )
+    found, wanted = drafter.own.get("vocabulary"), objective.frozen["draft_index"]
+    if found is not None and not np.array_equal(found["draft_index"], wanted):
+        raise ValueError(
+            f"{start} says other tokens than those most frequent in this data; begin "
+            "with the data that it was trained on, or train from nothing"
+        )
+    return drafter.own
 
 
 def as_drafter(

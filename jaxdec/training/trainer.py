@@ -160,6 +160,7 @@ class Run:
         features: Callable[[int], np.ndarray] | None = None,
         mesh: Mesh | None = None,
         programs: Programs | None = None,
+        begin: Params | None = None,
     ):
         """Begins a run, or goes on with the one in the folder.
 
@@ -172,6 +173,8 @@ class Run:
             target: the hash of the target's content.
             features: of every record, if they are kept; None computes them.
             mesh: devices to split batches over.
+            begin: arrays to begin with, where there is no run yet; None is the
+                objective's.
             programs: of the same objective, recipe, dtype and mesh, compiled before.
 
         Raises:
@@ -211,6 +214,11 @@ class Run:
         }
         self.facts = json.loads(json.dumps(facts))  # As it comes back.
         self.state, self.fixed = self.programs.start(jax.random.key(recipe.seed))
+        if begin is not None:
+            own = {name: begin[name] for name in self.state["own"]}
+            # Copies, for a step gives its state up.
+            own = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), own)
+            self.state = self.state | {"own": own}
         if self.mesh is not None:
             place = NamedSharding(self.mesh, PartitionSpec())
             trees = (self.state, self.fixed, self.frozen)

@@ -42,6 +42,16 @@ def test_from_prompts_to_an_exported_drafter(tmp_path, capsys):
     lm = jaxdec.load(model, dtype="float32")
     drafter = jaxdec.load_drafter(facts["drafter"], lm)
     assert drafter.card["recipe"]["from_layers"] == [1]
+    again = ("train", "draft", "--data", store, "--out", tmp_path / "again", *target)
+    again += ("--set", "steps=1", "--set", "batch_size=2", "--set", "from_layers=[1]")
+    again += ("--start", facts["drafter"])
+    code, out, err = run(capsys, *again)
+    assert code == 0, err
+    before = json.loads((trained / "log.jsonl").read_text().splitlines()[-1])
+    after = json.loads((tmp_path / "again" / "log.jsonl").read_text().splitlines()[0])
+    assert after["validation"] == before["validation"]
+    code, out, err = run(capsys, "inspect", facts["drafter"], "--json")
+    assert code == 0 and json.loads(out)["card"]["steps"] == 3, err
     exported = tmp_path / "exported"
     code, out, err = run(capsys, "export", facts["drafter"], "--out", exported, *target)
     assert code == 0 and json.loads(out)["format"] == "model", err

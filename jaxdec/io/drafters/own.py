@@ -83,9 +83,14 @@ def is_own(folder: Path) -> bool:
 
 
 def read_own(
-    folder: Path, target: ModelConfig, content_hash: str
+    folder: Path, target: ModelConfig | None, content_hash: str
 ) -> tuple[DrafterCheckpoint, dict[str, Any]]:
     """Reads a drafter for a target, and its card.
+
+    Args:
+        folder: what `write_own` wrote.
+        target: what it is to draft for; None does not compare.
+        content_hash: the target's.
 
     Raises:
         CheckpointError: it was made for another target, or is not whole.
@@ -93,22 +98,8 @@ def read_own(
     tensors, record = load_params(folder)
     tensors = {name: np.asarray(value) for name, value in tensors.items()}
     config = _config_from_json(record["drafter"], record["config"])
-    layers = config
-    if record["drafter"] in _RECORDS:
-        layers = getattr(config, _RECORDS[record["drafter"]][1])
-    for name in ("hidden_size", "vocab_size"):
-        ours, theirs = getattr(layers, name), getattr(target, name)
-        if ours != theirs:
-            raise CheckpointError(
-                f"{folder}: the drafter was trained for a target with {name} {ours}, "
-                f"and this one has {theirs}; load the target that it was trained for"
-            )
-    taps = getattr(config, "taps", ())
-    if any(tap > target.num_layers + 1 for tap in taps):
-        raise CheckpointError(
-            f"{folder}: the drafter reads taps {list(taps)}, and the target has "
-            f"{target.num_layers} layers; load the target that it was trained for"
-        )
+    if target is not None:
+        _check_pairing(folder, record["drafter"], config, target)
     wanted = expected_own_tensors(record["drafter"], config)
     lacks = [
         name
@@ -123,10 +114,10 @@ def read_own(
             f"of another shape: {', '.join(lacks) or 'none'}; unexpected: "
             f"{', '.join(strange) or 'none'}); write it again"
         )
-    is_same = record["target"] == content_hash
-    facts = record["facts"] | {
-        "made_for": "this target" if is_same else "other weights than this target's",
-    }
+    facts = dict(record["facts"])
+    if target is not None:
+        is_same = record["target"] == content_hash
+        facts["made_for"] = "this target" if is_same else "a target of other weights"
     checkpoint = DrafterCheckpoint(
         family=record["drafter"],
         config=config,
@@ -135,6 +126,23 @@ def read_own(
         facts=facts,
     )
     return checkpoint, record["card"]
+
+
+def _check_pairing(folder: Path, family: str, config: Any, target: ModelConfig) -> None:
+    layers = getattr(config, _RECORDS[family][1]) if family in _RECORDS else config
+    for name in ("hidden_size", "vocab_size"):
+        ours, theirs = getattr(layers, name), getattr(target, name)
+        if ours != theirs:
+            raise CheckpointError(
+                f"{folder}: the drafter was trained for a target with {name} {ours}, "
+                f"and this one has {theirs}; load the target that it was trained for"
+            )
+    taps = getattr(config, "taps", ())
+    if any(tap > target.num_layers + 1 for tap in taps):
+        raise CheckpointError(
+            f"{folder}: the drafter reads taps {list(taps)}, and the target has "
+            f"{target.num_layers} layers; load the target that it was trained for"
+        )
 
 
 def expected_own_tensors(family: str, config: Any) -> dict[str, tuple[int, ...]]:
