@@ -16,8 +16,14 @@ from jaxdec.certify import certify
 from jaxdec.compare import compare
 from jaxdec.decoding import autoregressive, jit_programs, speculative
 from jaxdec.evidence import Evidence
+from jaxdec.export import export_drafter
 from jaxdec.lm import LM, load
-from jaxdec.loaded_drafter import LoadedDrafter, Tree, load_drafter
+from jaxdec.loaded_drafter import (
+    LoadedDrafter,
+    Tree,
+    load_drafter,
+    save_drafter,
+)
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import init_params, make_model
 from jaxdec.report.comparison import Comparison
@@ -68,7 +74,9 @@ __all__ = [
     "LoadedDrafter",
     "Tree",
     "add_drafter",
+    "export_drafter",
     "load_drafter",
+    "save_drafter",
     "Generated",
     "Outputs",
     "Piece",

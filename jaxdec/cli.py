@@ -1,4 +1,4 @@
-"""The `jaxdec` command: generate, compare, plan, inspect, models.
+"""The `jaxdec` command: generate, compare, plan, inspect, models; those of training.
 
 One function per subcommand, and no logic of its own: what a subcommand prints is what
 the library returns. Results go to stdout; progress, evidence lines and errors go to
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxdec import console as terminal
-from jaxdec import plan_command
+from jaxdec import plan_command, train_command
 
 _HELP = """Decoding strategies for language models, chosen on evidence.
 
@@ -33,6 +33,9 @@ A worked path:
       whether each strategy fits on a TPU, and when it pays, without one
   jaxdec inspect model.gguf
       what a checkpoint is; the other commands take it as --model
+  jaxdec regenerate prompts.jsonl --out answers
+  jaxdec train eagle3 --data answers --out run
+      makes a drafter for the model; then: --drafter run/drafter
 
 Each command has its own --help.
 """
@@ -157,7 +160,7 @@ def generate(
     from jaxdec import measure, strategies
 
     strategies.check_name(strategy)
-    _check_draft_model([strategy], draft_model)
+    _check_draft_model([strategy], draft_model, drafter)
     if strategy in strategies.BY_NAME:  # Before the model is loaded.
         strategies.resolve(strategy, draft_length)
     options: dict[str, Any] = {
@@ -272,7 +275,7 @@ def compare(
         )
     for name in names:
         check_name(name)
-    _check_draft_model(names, draft_model)
+    _check_draft_model(names, draft_model, drafter)
     plan([n for n in names if n in BY_NAME], temperature, draft_length)
     make_folder(out)
     lm = _load(model, dtype, drafter, draft_model)
@@ -376,19 +379,24 @@ def models(as_json: Json = False) -> None:
     console.print(f"cache: {found['cache']}", style="dim", soft_wrap=True)
 
 
-def _check_draft_model(names: Sequence[str], draft_model: str | None) -> None:
+def _check_draft_model(
+    names: Sequence[str], draft_model: str | None, drafters: Sequence[str] | None
+) -> None:
     """Before anything is loaded: the option and the strategy belong together."""
     is_asked = "draft_model" in names
-    if is_asked and draft_model is None:
+    if is_asked and draft_model is None and not drafters:
         raise ValueError(
             "strategy 'draft_model' needs a model: add --draft-model MODEL, a smaller "
-            "one with the same tokenizer"
+            "one with the same tokenizer, or --drafter PATH, one trained for the target"
         )
     if draft_model is not None and not is_asked:
         raise ValueError(
             f"--draft-model {draft_model} is for the strategy 'draft_model', and "
             f"{', '.join(names)} was asked for; name it, or leave the option out"
         )
+
+
+train_command.register(app)
 
 
 def _load(

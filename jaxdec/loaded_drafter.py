@@ -4,35 +4,59 @@ drafter = jaxdec.load_drafter("path/to/drafter", lm)
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
+from jaxdec.drafters.draft_model import draft_model
 from jaxdec.drafters.dspark import block_drafter
 from jaxdec.drafters.eagle import eagle, recurrent_net
 from jaxdec.drafters.mtp import mtp
 from jaxdec.drafters.mtp import recurrent_net as mtp_recurrent_net
 from jaxdec.drafters.recurrent_tree import recurrent_tree
 from jaxdec.io.checkpoint import CheckpointError
+from jaxdec.io.drafters.calibration import read_calibration
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.mtp import read_native
+from jaxdec.io.drafters.own import is_own, read_own, write_own
 from jaxdec.io.drafters.read import open_drafter, read_drafter
 from jaxdec.io.drafters.sharing import share_with_target
 from jaxdec.io.tokenizer import Tokenizer
 from jaxdec.models.block import make_block_net
-from jaxdec.models.block_weights import block_params_from_tensors
+from jaxdec.models.block_weights import (
+    block_params_from_tensors,
+    block_tensors_from_params,
+)
 from jaxdec.models.config import ModelConfig
-from jaxdec.models.eagle_weights import eagle_params_from_tensors
-from jaxdec.models.mtp import make_mtp, mtp_params_from_tensors
+from jaxdec.models.decoder import make_model
+from jaxdec.models.eagle_weights import (
+    eagle_params_from_tensors,
+    eagle_tensors_from_params,
+)
+from jaxdec.models.mtp import (
+    make_mtp,
+    mtp_params_from_tensors,
+    mtp_tensors_from_params,
+)
 from jaxdec.models.sharding import replicated
+from jaxdec.models.weights import layer_params, layer_tensors
 from jaxdec.types import Drafter, DrafterParams, LogitsProcessor, Params
 
 _PARAMS = {
     "eagle": eagle_params_from_tensors,
     "block": block_params_from_tensors,
     "mtp": mtp_params_from_tensors,
+    "draft": layer_params,
+}
+_TENSORS = {
+    "eagle": eagle_tensors_from_params,
+    "block": block_tensors_from_params,
+    "mtp": mtp_tensors_from_params,
+    "draft": layer_tensors,
 }
 
 
@@ -61,9 +85,10 @@ class Tree:
 class LoadedDrafter:
     """A drafter that is ready for its target; compared by identity."""
 
-    family: Literal["eagle", "block", "mtp"]
+    family: Literal["eagle", "block", "mtp", "draft"]
     config: Any
-    """Its normalised record: `EagleConfig`, `BlockConfig` or `MtpConfig`."""
+    """Its normalised record: `EagleConfig`, `BlockConfig`, `MtpConfig`; or, of a small
+    language model with the target's tables, `ModelConfig`."""
     own: Params = dataclasses.field(repr=False)
     """Its arrays; what it shares with the target is not among them."""
     name: str
@@ -73,6 +98,8 @@ class LoadedDrafter:
     """Layout, taps, vocabulary, heads, choices: what ``jaxdec inspect`` shows."""
     dtype: str = "float32"
     content_hash: str = ""
+    card: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    """How it came to be, where that is known."""
     target: ModelConfig | None = dataclasses.field(default=None, repr=False)
     """Of the target that it was loaded and checked for."""
 
@@ -95,9 +122,11 @@ class LoadedDrafter:
 
     @property
     def kind(self) -> str:
-        """The strategy that it serves: mtp, eagle, eagle3, peagle, dflash or dspark."""
+        """The strategy that it serves: the name of a method."""
         if self.family == "mtp":
             return "mtp"
+        if self.family == "draft":
+            return "draft_model"
         if self.family == "block":
             has_heads = (self.config.markov, self.config.confidence) != ("none", "none")
             return "dspark" if has_heads else "dflash"
@@ -115,6 +144,8 @@ class LoadedDrafter:
             return self.config.max_length
         if self.family == "eagle":
             return self.config.draft_length
+        if self.family == "draft":
+            return self.facts.get("draft_length") or 4
         # As many as in training, or three; several modules draft in turn.
         num = self.config.num_native_modules
         return -(-(self.facts.get("draft_length") or 3) // num) * num
@@ -131,7 +162,21 @@ class LoadedDrafter:
 
     def params(self, target: Params) -> DrafterParams:
         """Its arrays, and the target's that it shares."""
+        if self.family == "draft":
+            tables = {k: target[k] for k in ("embedding", "head") if k in target}
+            return DrafterParams(own=self.own | tables, shared=())
         return DrafterParams(own=self.own, shared=target)
+
+    @property
+    def checkpoint(self) -> DrafterCheckpoint:
+        """Its tensors by canonical name, and what they are of."""
+        return DrafterCheckpoint(
+            family=self.family,
+            config=self.config,
+            tensors=_TENSORS[self.family](self.config, self.own, self.dtype),
+            format=self.format,
+            facts=dict(self.facts),
+        )
 
     def chain(
         self,
@@ -141,6 +186,7 @@ class LoadedDrafter:
         greedy: bool = False,
         processor: LogitsProcessor | None = None,
         cache_dtype: str = "float32",
+        min_rows: int = 2,
     ) -> Drafter:
         """A drafter of `length` tokens in a row.
 
@@ -150,6 +196,7 @@ class LoadedDrafter:
             greedy: of block drafters: draft the likeliest tokens at any temperature.
             processor: the request's custom processor.
             cache_dtype: of keys and values.
+            min_rows: of a small language model: rows that its forwards are padded to.
 
         Raises:
             ValueError: a length that it cannot draft, or `greedy` where it means
@@ -166,6 +213,10 @@ class LoadedDrafter:
             return eagle(self.config, length=length, **options, **dtypes)
         if self.family == "mtp":
             return mtp(self._mtp(cache_dtype), length, **options)
+        if self.family == "draft":
+            dtypes = dict(dtype=self.dtype, cache_dtype=cache_dtype)
+            model = make_model(self.config, min_rows=min_rows, **dtypes)
+            return draft_model(model, length, **options)
         net = make_block_net(self.config, dtype=self.dtype, cache_dtype=cache_dtype)
         return block_drafter(net, length, greedy=greedy, **options)
 
@@ -183,7 +234,8 @@ class LoadedDrafter:
             ValueError: it is none that drafts token by token.
         """
         is_parallel = self.family == "eagle" and self.config.is_parallel
-        if self.family == "block" or is_parallel or self.num_native_modules > 1:
+        is_other = self.family in ("block", "draft")
+        if is_other or is_parallel or self.num_native_modules > 1:
             raise ValueError(
                 f"a draft tree needs a drafter that goes on from its own tokens, and "
                 f"{self.kind!r} of {self.format} does not; use it without a tree"
@@ -217,7 +269,7 @@ def load_drafter(
     Args:
         name: a folder with ``config.json`` and weights, or a Hub id. EAGLE-1/2/3,
             P-EAGLE, DFlash, DSpark and MTP are read as SafeAILab, z-lab, DeepSpec and
-            speculators write them.
+            speculators write them; and what `save_drafter` wrote.
         lm: the target, from `jaxdec.load`. The drafter gets its dtype, and shares its
             embedding and head where the file brings none, or the very same.
         progress: told in words when something slow begins.
@@ -234,9 +286,20 @@ def load_drafter(
             f"a drafter is loaded for a loaded target, got {lm!r}; pass "
             "jaxdec.load(...)"
         )
+    if is_own(Path(name)):
+        if overrides:
+            raise CheckpointError(
+                f"{name} leaves nothing open, so {', '.join(overrides)} cannot be "
+                "overridden; leave that out"
+            )
+        checkpoint, card = read_own(Path(name), lm.config, lm.content_hash)
+        drafter = from_checkpoint(checkpoint, lm, str(name), card.get("hash", ""))
+        drafter.card = card
+        return drafter
     stored = open_drafter(name, progress)
     check_tokenizer(stored.folder, lm)
     checkpoint = read_drafter(stored, lm.config, overrides)
+    checkpoint = read_calibration(stored.folder, checkpoint)
     return from_checkpoint(checkpoint, lm, str(name), stored.content_hash)
 
 
@@ -255,6 +318,52 @@ def check_tokenizer(folder: Path, lm: Any) -> None:
             f"drafter and target have different tokenizers: {difference}; load the "
             "target that the drafter was trained for"
         )
+
+
+def save_drafter(
+    folder: str | Path,
+    drafter: LoadedDrafter,
+    lm: Any,
+    *,
+    card: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes a drafter's own tensors, for `load_drafter` to read with the same target.
+
+    Args:
+        folder: a new one.
+        drafter: the drafter.
+        lm: its target; rows of its head are not written again.
+        card: JSON values about how it came to be.
+        overwrite: whether to replace what is there.
+
+    Raises:
+        jaxdec.io.checkpoint.CheckpointError: the folder exists.
+    """
+    checkpoint = drafter.checkpoint
+    digest = hashlib.sha256()
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        digest.update(name.encode() + np.ascontiguousarray(tensor).tobytes())
+    write_own(
+        folder,
+        checkpoint,
+        shares_head=_has_rows_of(lm, checkpoint),
+        target=lm.content_hash,
+        card=dict(card or {}) | {"hash": digest.hexdigest()},
+        overwrite=overwrite,
+    )
+
+
+def _has_rows_of(lm: Any, checkpoint: DrafterCheckpoint) -> bool:
+    """Whether a drafter's head is made of rows of the target's."""
+    head, offsets = (checkpoint.tensors.get(x) for x in ("lm_head.weight", "d2t"))
+    if head is None or offsets is None:
+        return False
+    table = (
+        lm.params["head"]["weight"] if "head" in lm.params else lm.params["embedding"]
+    )
+    rows = np.asarray(table)[np.arange(len(offsets)) + offsets]
+    return bool(np.array_equal(rows.astype(head.dtype), head))
 
 
 def native_drafter(lm: Any, found: Any, **overrides: Any) -> LoadedDrafter | None:

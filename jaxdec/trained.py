@@ -99,7 +99,6 @@ class TrainedConfig(StrategyConfig):
 
     def build(self, lm, processor, min_rows):
         """The drafter, limited by its confidence where that was asked for."""
-        del min_rows
         options = dict(processor=processor, cache_dtype=lm.cache_dtype)
         if self.tree is not None:
             drafter = self.draft.tree(self.tree, noise=self.noise, **options)
@@ -108,6 +107,7 @@ class TrainedConfig(StrategyConfig):
                 self.length,
                 coupled=self.rule == "match",
                 greedy=self.greedy,
+                min_rows=min_rows,
                 **options,
             )
         if self.threshold is not None:
@@ -136,7 +136,7 @@ class TrainedConfig(StrategyConfig):
                 "target": lm.content_hash,
                 "drafter": self.draft.content_hash,
                 "format": self.draft.format,
-                "taps": list(self.draft.config.taps),
+                "taps": list(getattr(self.draft.config, "taps", ())),
                 "own_parameters": self.draft.num_params,
             },
         }

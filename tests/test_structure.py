@@ -33,9 +33,11 @@ LEVELS = {
         "rounding",
         "training",
         "report",
+        "calibration",
+        "export",
     ),
     8: ("compare", "certify", "abstract_lm", "ahead", "plan"),
-    9: ("cli", "console", "plan_command", "__main__"),
+    9: ("cli", "console", "plan_command", "train_command", "__main__"),
 }
 """A file imports only from lower levels, or from its own folder."""
 GROUPS = (1, 6, 7, 8, 9)

@@ -66,7 +66,11 @@ def dspark(
         confidence = None
         if config.confidence != "none":
             previous = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
-            confidence = jax.nn.sigmoid(net.confidence(params, hidden, previous))
+            odds = net.confidence(params, hidden, previous)
+            if config.temperatures:
+                calibrated = jnp.asarray(config.temperatures[:num], jnp.float32)
+                odds = odds / calibrated[None]
+            confidence = jax.nn.sigmoid(odds)
         able = can_draft(net, state, sequences)
         draft = Draft(
             tokens=tokens,

@@ -14,6 +14,9 @@ block that is wholly masked for a row leaves that row's sums bit for bit unchang
 the trip count, and with it the neighbours in the batch, never show in the numbers.
 """
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -222,14 +225,28 @@ def attend_all(
     keys: Float[Array, "B G R D"],
     values: Float[Array, "B G R D"],
     mask: Bool[Array, "B T R"],
+    own: Sequence[tuple[Array, Array]] = (),
     *,
     scale: float,
     softcap: float | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Attends the keys that `mask` allows, at least one for each query."""
+    """Attends the keys that `mask` allows, and those of the query's own.
+
+    Args:
+        query: of the T tokens that ask.
+        keys: of the R that they may attend.
+        values: theirs.
+        mask: at least one key for each query, unless it has some of its own.
+        own: further keys and values ``[B, G, T, D]``, of which query t attends the
+            t-th only: what it drafted itself.
+        scale: of the scores.
+        softcap: ``tanh(scores / softcap) * softcap``.
+    """
     num = query.shape[1]
     query = _grouped(query, keys, scale)
     carry = _absorb(_nothing(query), query, keys, values, mask, softcap)
+    for key, value in own:
+        carry = _absorb_own(carry, query, key, value, softcap)
     return _ungrouped(carry, num)
 
 
@@ -302,26 +319,65 @@ def _absorb(carry, query, key, value, visible, softcap):
     highest, total, weighted = carry
     batch, groups, rows, _ = query.shape
     num, size = visible.shape[1:]
-    scores = jnp.einsum(
-        "bgrd,bgsd->bgrs", query, key, preferred_element_type=jnp.float32
-    )
+    scores = _product("bgrd,bgsd->bgrs", query, key)
     if softcap is not None:
         scores = jnp.tanh(scores / softcap) * softcap
     visible = jnp.broadcast_to(
         visible[:, None, None, :, :], (batch, groups, rows // num, num, size)
     ).reshape(batch, groups, rows, size)
     scores = jnp.where(visible, scores, jnp.float32(_MASKED))
-    top = jnp.maximum(highest, jnp.max(scores, axis=-1))
+    # What is subtracted cancels out, so it has no gradient.
+    top = jax.lax.stop_gradient(jnp.maximum(highest, jnp.max(scores, axis=-1)))
     shrink = jnp.exp(highest - top)
     weight = jnp.exp(scores - top[..., None])
-    gathered = jnp.einsum(
-        "bgrs,bgsd->bgrd",
-        weight.astype(value.dtype),
-        value,
-        preferred_element_type=jnp.float32,
-    )
+    gathered = _product("bgrs,bgsd->bgrd", weight.astype(value.dtype), value)
     return (
         top,
         total * shrink + jnp.sum(weight, axis=-1),
         weighted * shrink[..., None] + gathered,
     )
+
+
+def _absorb_own(carry, query, key, value, softcap):
+    """The same over one key for each query, its own."""
+    highest, total, weighted = carry
+    # Rows are heads by tokens; the heads of a group have the same keys.
+    per_group = query.shape[2] // key.shape[2]
+    key, value = (
+        jnp.tile(x, (1, 1, per_group, 1)).astype(jnp.float32) for x in (key, value)
+    )
+    scores = jnp.sum(query.astype(jnp.float32) * key, axis=-1)
+    if softcap is not None:
+        scores = jnp.tanh(scores / softcap) * softcap
+    top = jax.lax.stop_gradient(jnp.maximum(highest, scores))
+    shrink, weight = jnp.exp(highest - top), jnp.exp(scores - top)
+    return (
+        top,
+        total * shrink + weight,
+        weighted * shrink[..., None] + weight[..., None] * value,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(spec, a, b):
+    """An einsum with a float32 result, its gradient's too."""
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+
+
+def _product_fwd(spec, a, b):
+    return _product(spec, a, b), (a, b)
+
+
+def _product_bwd(spec, kept, gradient):
+    a, b = kept
+    gradient = gradient.astype(a.dtype)
+    inputs, out = spec.split("->")
+    of_a, of_b = inputs.split(",")
+    gradients = (
+        _product(f"{out},{of_b}->{of_a}", gradient, b),
+        _product(f"{of_a},{out}->{of_b}", a, gradient),
+    )
+    return tuple(x.astype(a.dtype) for x in gradients)
+
+
+_product.defvjp(_product_fwd, _product_bwd)

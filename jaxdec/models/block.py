@@ -63,6 +63,8 @@ class BlockConfig:
     markov: Literal["none", "vanilla", "gated", "rnn"] = "none"
     markov_rank: int = 0
     confidence: Literal["none", "hidden", "hidden_and_previous"] = "none"
+    temperatures: tuple[float, ...] = ()
+    """What the log-odds of each draft token's confidence are divided by; empty is 1."""
     windows: tuple[int | None, ...]
     """Per layer, how far back the context is attended; None is all of it."""
     causal: tuple[bool, ...]
@@ -350,6 +352,7 @@ def make_block_net(
         begin = jnp.repeat(position, size, axis=1)
         slot = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), (batch, total))
         context = network.context(network.fuse(features), slot)
+        kind = network.fc.weight.dtype
 
         def attend(i, query, key, value):
             start, window = _reach(config, i, begin, rows)
@@ -360,8 +363,8 @@ def make_block_net(
             own = jnp.broadcast_to(jnp.asarray(own), (batch, *own.shape))
             return attend_all(
                 query,
-                jnp.concatenate([context[i][0], key], axis=2),
-                jnp.concatenate([context[i][1], value], axis=2),
+                jnp.concatenate([context[i][0], key], axis=2).astype(kind),
+                jnp.concatenate([context[i][1], value], axis=2).astype(kind),
                 jnp.concatenate([seen, own], axis=2),
                 scale=layers.head_dim**-0.5,
             )

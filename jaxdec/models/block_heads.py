@@ -84,13 +84,24 @@ class MarkovHead(nnx.Module):
         hidden: Float[Array, "B K E"],
     ) -> Float[Array, "B K V"]:
         """The bias of all places, where the tokens before them are known."""
+        return self.out(self.codes(state, previous, hidden))
+
+    def codes(
+        self,
+        state: Float[Array, "B s"],
+        previous: Int[Array, "B K"],
+        hidden: Float[Array, "B K E"],
+    ) -> Float[Array, "B K r"]:
+        """What the last matrix reads at all places."""
+        if self.kind == "vanilla":
+            return self.row(previous)
 
         def place(state, inputs):
             return self.code(state, *inputs)
 
         prepared = jnp.moveaxis(self.prepare(hidden), 1, 0)
         _, codes = jax.lax.scan(place, state, (previous.T, prepared))
-        return self.out(jnp.moveaxis(codes, 0, 1))
+        return jnp.moveaxis(codes, 0, 1)
 
 
 class ConfidenceHead(nnx.Module):

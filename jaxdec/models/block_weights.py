@@ -1,4 +1,4 @@
-"""The tensors of a block drafter: names, shapes, and their way into the network.
+"""The tensors of a block drafter, and their way into the network and back.
 
 Names are those that z-lab, DeepSpec and speculators all write, without ``model.``;
 ``d2t`` holds offsets: token j of a reduced vocabulary is the target's ``j + d2t[j]``.
@@ -14,6 +14,7 @@ from flax import nnx
 from jaxdec.models.block import BlockConfig, BlockNetwork
 from jaxdec.models.decoder import prefers_out_first
 from jaxdec.models.vocabulary import vocabulary_params
+from jaxdec.models.weights import TensorWriter, qkv_rows
 from jaxdec.types import Params
 
 
@@ -167,3 +168,53 @@ def init_block_params(
         rngs=nnx.Rngs(params=key),
     )
     return nnx.to_pure_dict(nnx.split(module)[1])
+
+
+def block_tensors_from_params(
+    config: BlockConfig, params: Params, dtype: str
+) -> dict[str, np.ndarray]:
+    """The inverse of `block_params_from_tensors`; `dtype` is that of the arrays."""
+    layers, writer = config.layers, TensorWriter(dtype)
+    writer.linear(params["fc"], {"fc": layers.hidden_size})
+    writer.norm("hidden_norm", params["hidden_norm"])
+    for i in range(layers.num_layers):
+        layer, attn = params["layers"][i], f"layers.{i}.self_attn"
+        query, *keys = qkv_rows(layers, attn).items()
+        writer.linear(layer["attention"]["query"], dict([query]))
+        writer.linear(layer["attention"]["key_value"], dict(keys))
+        writer.linear(layer["attention"]["out"], {f"{attn}.o_proj": layers.hidden_size})
+        writer.norm(f"{attn}.q_norm", layer["attention"]["query_norm"])
+        writer.norm(f"{attn}.k_norm", layer["attention"]["key_norm"])
+        writer.mlp(layers, f"layers.{i}.mlp", layer["mlp"])
+        writer.norm(f"layers.{i}.input_layernorm", layer["attention_norm"])
+        writer.norm(f"layers.{i}.post_attention_layernorm", layer["mlp_norm"])
+    writer.norm("norm", params["norm"])
+    if config.own_embedding:
+        writer.array("embed_tokens.weight", params["embedding"])
+    if config.own_head:
+        writer.array("lm_head.weight", params["head"]["weight"])
+    if config.draft_vocab_size < layers.vocab_size:
+        ids = np.asarray(params["vocabulary"]["target_ids"], np.int64)
+        writer.array("d2t", ids - np.arange(len(ids)))
+    if config.markov != "none":
+        _write_markov(config, params["markov"], writer)
+    if config.confidence != "none":
+        for part, value in params["confidence"]["proj"].items():
+            writer.array(f"confidence_head.proj.{part}", value)
+    return writer.tensors
+
+
+def _write_markov(config: BlockConfig, tree: Params, writer: TensorWriter) -> None:
+    head = "markov_head"
+    writer.array(f"{head}.markov_w1.weight", tree["rows"])
+    writer.array(f"{head}.markov_w2.weight", np.asarray(tree["out"]["weight"]).T)
+    if config.markov == "vanilla":
+        return
+    writer.matrix("hidden", tree["of_hidden"]["weight"])
+    writer.matrix("before", tree["of_previous"]["weight"])
+    parts = [writer.tensors.pop(name) for name in ("hidden", "before")]
+    is_gated = config.markov == "gated"
+    name = f"{head}.{'gate_proj' if is_gated else 'joint_proj'}"
+    joined = np.concatenate(parts if is_gated else parts[::-1], axis=1)
+    writer.array(f"{name}.weight", joined)
+    writer.array(f"{name}.bias", tree["of_hidden"]["bias"])

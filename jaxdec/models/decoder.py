@@ -5,10 +5,13 @@ arrays are a plain nested dict. The cache is an argument and a result.
 """
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxdec.cache import init_kv_cache
 from jaxdec.models.config import ModelConfig
@@ -97,6 +100,14 @@ class Decoder(nnx.Module):
         output = self._run(tokens, position, taps, apply)
         return tuple(rows), output
 
+    def read_all(self, tokens, mask, taps):
+        """Whole sequences at once, from nothing; for training."""
+
+        def apply(_, layer, x, rotations):
+            return layer.read_all(x, rotations, mask)[0]
+
+        return self._run(tokens, places(tokens), taps, apply)
+
     def _run(self, tokens, position, taps, apply):
         config = self.config
         rotations = [None]
@@ -117,6 +128,18 @@ class Decoder(nnx.Module):
             hidden=x,
             normed_hidden=normed,
         )
+
+
+def places(tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The positions of sequences that begin at 0."""
+    steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    return jnp.broadcast_to(steps[None], tokens.shape)
+
+
+def causal_mask(tokens: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
+    """Which tokens of whole sequences each may attend: itself and those before it."""
+    batch, num = tokens.shape
+    return jnp.broadcast_to(jnp.tri(num, dtype=bool)[None], (batch, num, num))
 
 
 @functools.cache
@@ -153,6 +176,39 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> 
         rngs=nnx.Rngs(params=key),
     )
     return nnx.to_pure_dict(nnx.split(module)[1])
+
+
+class Reader(NamedTuple):
+    """A decoder over whole sequences, without a cache; differentiable."""
+
+    read: Callable[[Params, Int[Array, "B T"]], Output]
+    """``(params, tokens)``; logits that nobody uses are not computed."""
+    normed: Callable[[Params, Float[Array, "B T E"]], Float[Array, "B T E"]]
+    """``(params, hidden)``: what the head reads, given the residual stream at the end.
+    """
+
+
+def make_reader(
+    config: ModelConfig, *, dtype: str = "float32", taps: tuple[int, ...] = ()
+) -> Reader:
+    """The decoder for training; arguments as in `make_model`."""
+    graph, abstract = _split(config, dtype, prefers_out_first(dtype))
+
+    def merged(params):
+        state = jax.tree.map(lambda leaf: leaf, abstract)
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(graph, state)
+
+    def read(params, tokens):
+        return merged(params).read_all(tokens, causal_mask(tokens), taps)
+
+    def normed(params, hidden):
+        norm = Norm(config.hidden_size, eps=config.norm_eps, kind=config.norm)
+        norm_graph, norm_state = nnx.split(norm)
+        nnx.replace_by_pure_dict(norm_state, params["norm"])
+        return nnx.merge(norm_graph, norm_state)(hidden)
+
+    return Reader(read=read, normed=normed)
 
 
 def make_model(

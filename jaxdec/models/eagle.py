@@ -4,8 +4,9 @@ A row reads a hidden state and the token that followed it, and says what comes n
 hidden state is made from the target's features where those are known, and is the
 network's own output of the row before where they are not. So there are three ways
 through the layers, all with the same arithmetic: `write` puts rows into a cache, `read`
-attends a cache and rows held beside it, and `causal_pass` reads a whole sequence from
-nothing (for training; unrolled passes are `read` with a mask).
+attends a cache and rows held beside it, and `read_all` makes one of several passes over
+whole sequences, for training: the first from features, each later one from the outputs
+of the pass before, where a place attends the first pass's rows and its own since then.
 """
 
 import functools
@@ -127,9 +128,11 @@ class Eagle(nnx.Module):
             head = shared["head"]["weight"]
         else:
             head = shared["embedding"]
-        if self.config.output_norm == "head":
-            hidden = self.norm(hidden)
-        return matmul(hidden, head, out_first=True)
+        return matmul(self.normed(hidden), head, out_first=True)
+
+    def normed(self, hidden):
+        """What the head reads, given what passes on."""
+        return self.norm(hidden) if self.config.output_norm == "head" else hidden
 
     def rotate(self, position):
         body = self.config.layers
@@ -165,6 +168,18 @@ class Eagle(nnx.Module):
             hidden = layer.leave(residual, y)
         return (tuple(keys), tuple(values)), self.finish(hidden)
 
+    def read_all(self, hidden, tokens, position, mask, earlier, shared):
+        hidden, embedded = self.enter(hidden, tokens, shared)
+        turned = self.rotate(position)
+        rows = []
+        for i, layer in enumerate(self.layers):
+            x, residual = layer.enter(hidden, embedded)
+            before = [made[i] for made in earlier]
+            y, row = layer.attention.read_all(x, turned, mask, before)
+            rows.append(row)
+            hidden = layer.leave(residual, y)
+        return tuple(rows), self.finish(hidden)
+
 
 class EagleNetwork(NamedTuple):
     """Pure functions over ``DrafterParams`` (own arrays, and the target's)."""
@@ -183,7 +198,12 @@ class EagleNetwork(NamedTuple):
     """``(params, cache, held, hidden, tokens, position, seen_from)``: rows of `held`
     (a `jaxdec.models.layers.Held` with tuples of keys and values, one per layer). A
     sliding window reaches back from `seen_from`, ``[B, T]``."""
+    read_all: Callable[..., tuple[tuple, Float[Array, "B T H"]]]
+    """``(params, hidden, tokens, position, mask[B,T,T], earlier)``: one pass over whole
+    sequences; `earlier` are the rows that earlier passes returned."""
     logits: Callable[[DrafterParams, Float[Array, "B T H"]], Float[Array, "B T W"]]
+    normed: Callable[[DrafterParams, Float[Array, "B T H"]], Float[Array, "B T H"]]
+    """What the head reads, given what passes on."""
     vocabulary: Callable[[DrafterParams], Vocabulary] | None
     """What the W tokens are; None where they are all of the target's."""
     mask_hidden: Callable[[DrafterParams], Float[Array, "H"]]
@@ -255,6 +275,11 @@ def make_network(
             cache, held, hidden, tokens, position, seen_from, params.shared
         )
 
+    def read_all(params, hidden, tokens, position, mask, earlier=()):
+        return module(params).read_all(
+            hidden, tokens, position, mask, earlier, params.shared
+        )
+
     def mask_hidden(params):
         network = module(params)
         return network.fuse(network.mask_hidden[...].astype(jnp.float32)[None])[0, 0]
@@ -272,7 +297,9 @@ def make_network(
         ),
         write=write,
         read=read,
+        read_all=read_all,
         logits=lambda params, hidden: module(params).logits(hidden, params.shared),
+        normed=lambda params, hidden: module(params).normed(hidden),
         vocabulary=vocabulary if config.is_reduced else None,
         mask_hidden=mask_hidden,
     )

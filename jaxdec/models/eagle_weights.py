@@ -1,4 +1,4 @@
-"""From tensors with published names to an EAGLE drafter's arrays.
+"""From tensors with published names to an EAGLE drafter's arrays, and back.
 
 Canonical are the names of the speculators format: ``fc``, ``input_norm`` or
 ``fc_norm.j``, ``layers.i.*`` (in the first layers with ``hidden_norm``), ``norm``,
@@ -13,6 +13,7 @@ import numpy as np
 from jaxdec.models.decoder import prefers_out_first
 from jaxdec.models.eagle_config import EagleConfig
 from jaxdec.models.vocabulary import vocabulary_params
+from jaxdec.models.weights import TensorWriter
 from jaxdec.types import Params
 
 
@@ -152,3 +153,40 @@ def eagle_params_from_tensors(
     if config.is_parallel:
         params["mask_hidden"] = array(np.reshape(tensors["mask_hidden"], (1, -1)))
     return params
+
+
+def eagle_tensors_from_params(
+    config: EagleConfig, params: Params, dtype: str
+) -> dict[str, np.ndarray]:
+    """The inverse of `eagle_params_from_tensors`; `dtype` is that of the arrays."""
+    body, writer = config.layers, TensorWriter(dtype)
+    writer.linear(params["fusion"], {"fc": body.hidden_size})
+    for j, tree in params.get("fusion_norms", {}).items():
+        each = config.fusion_norm == "each"
+        writer.norm(f"fc_norm.{j}" if each else "input_norm", tree)
+    for i in range(body.num_layers):
+        layer = params["layers"][i]
+        writer.block(body, f"layers.{i}", layer)
+        if "hidden_norm" in layer:
+            writer.norm(f"layers.{i}.hidden_norm", layer["hidden_norm"])
+    if "norm" in params:
+        writer.norm("norm", params["norm"])
+    if config.own_embedding:
+        writer.array("embed_tokens.weight", params["embedding"])
+    if config.own_head:
+        writer.array("lm_head.weight", params["head"])
+    if config.is_reduced:
+        writer.array("d2t", offsets_of(np.asarray(params["vocabulary"]["target_ids"])))
+    if config.is_parallel:
+        writer.array("mask_hidden", np.reshape(params["mask_hidden"], -1))
+    return writer.tensors
+
+
+def offsets_of(target_ids: np.ndarray) -> np.ndarray:
+    """The inverse of `target_ids_of`.
+
+    >>> print(offsets_of(np.array([1, 3, 4, 9])))
+    [1 2 2 6]
+    """
+    target_ids = np.asarray(target_ids, np.int64)
+    return target_ids - np.arange(len(target_ids))

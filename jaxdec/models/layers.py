@@ -2,10 +2,11 @@
 
 Activations are float32 throughout; a matmul rounds its input to the weights' dtype and
 accumulates in float32, which is both more exact than bf16 activations and, on CPU,
-several times faster than a bf16 result. Projections that read the same input are one
-matrix (q, k, v; gate, up).
+several times faster than a bf16 result; so do the matmuls of its gradient. Projections
+that read the same input are one matrix (q, k, v; gate, up).
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxdec.cache import write_tail
-from jaxdec.models.attention import attend, attend_beside, attend_in_order
+from jaxdec.models.attention import (
+    attend,
+    attend_all,
+    attend_beside,
+    attend_in_order,
+)
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.moe import apply_experts, route
 from jaxdec.models.rope import rotate
@@ -39,13 +45,50 @@ def matmul(x: Float[Array, "... I"], weight: Array, *, out_first: bool) -> Array
     num = x.shape[0]
     if num == 1 and weight.dtype == jnp.bfloat16:
         x = jnp.concatenate([x, x])
-    rows = jax.lax.dot_general(
-        x.astype(weight.dtype),
-        weight,
-        (((1,), (1 if out_first else 0,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
+    rows = _product(x, weight, out_first)
     return rows[:num].reshape(*shape[:-1], rows.shape[-1])
+
+
+def _dot(a, b, over_a, over_b):
+    """A product with a float32 result, whatever the operands are."""
+    contracted = ((over_a, over_b), ((), ()))
+    return jax.lax.dot_general(a, b, contracted, preferred_element_type=jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x, weight, out_first):
+    return _dot(x.astype(weight.dtype), weight, (1,), (1 if out_first else 0,))
+
+
+def _product_fwd(x, weight, out_first):
+    x = x.astype(weight.dtype)
+    return _dot(x, weight, (1,), (1 if out_first else 0,)), (x, weight)
+
+
+def _product_bwd(out_first, kept, gradient):
+    """The gradient's matmuls in the dtype of the weights too, summed in float32."""
+    x, weight = kept
+    # With the barrier it is computed once, and not again for each matmul.
+    gradient = jax.lax.optimization_barrier(gradient.astype(weight.dtype))
+    of_x = _dot(gradient, weight, (1,), (0 if out_first else 1,))
+    of_weight = outer_sum(*((gradient, x) if out_first else (x, gradient)))
+    return of_x, of_weight.astype(weight.dtype)
+
+
+_product.defvjp(_product_fwd, _product_bwd)
+
+
+def outer_sum(a: Float[Array, "R I"], b: Float[Array, "R O"]) -> Float[Array, "I O"]:
+    """``a.T @ b``, the sum of the rows' outer products, in float32.
+
+    XLA on CPU runs a bf16 product over the first axis of both in float32, three times
+    slower, unless it is over two axes. The barrier keeps a transpose of the result from
+    becoming part of that product, which then could not run at all.
+    """
+    if a.dtype != jnp.bfloat16 or a.shape[0] % 2:
+        return _dot(a, b, (0,), (0,))
+    a, b = (x.reshape(2, -1, x.shape[1]) for x in (a, b))
+    return jax.lax.optimization_barrier(_dot(a, b, (0, 1), (0, 1)))
 
 
 def take_rows(table: Float[Array, "V E"], index: Int[Array, "*axes"]) -> Array:
@@ -163,7 +206,8 @@ class Attention(nnx.Module):
     """Grouped-query attention over one layer's cache.
 
     A call writes the new entries into the cache, then attends; `read` attends without
-    writing. `num_in` is the input's width where it is not the model's.
+    writing, and `read_all` has no cache. `num_in` is the input's width where it is not
+    the model's.
     """
 
     def __init__(
@@ -257,6 +301,32 @@ class Attention(nnx.Module):
         )
         return self.finish(x, y), (keys, values)
 
+    def read_all(self, x, cos_sin, mask, earlier=()):
+        """Whole sequences at once, from nothing; for training.
+
+        Every product is in the dtype of the weights.
+
+        Args:
+            x: ``[B, T, I]``.
+            cos_sin: the rotation of the T tokens.
+            mask: ``[B, T, T]``, which of the first rows each may attend.
+            earlier: keys and values of earlier passes over the same T places. Then the
+                first pass is what all attend, and of later ones, this one among them, a
+                place attends its own entry only.
+
+        Returns:
+            ``[B, T, E]``, and the keys and values of this pass.
+        """
+        query, key, value = self.project(x, cos_sin)
+        dtype = self.qkv.weight.dtype
+        rows = (key.astype(dtype), value.astype(dtype))
+        (keys, values), *own = (*earlier, rows)
+        if self.window is not None:
+            place = jnp.arange(x.shape[1], dtype=jnp.int32)
+            mask = mask & (place[:, None] - place[None] < self.window)[None]
+        y = attend_all(query, keys, values, mask, own, scale=self.scale)
+        return self.finish(x, y), rows
+
 
 class Held(NamedTuple):
     """Entries beside one layer's cache, and where the tokens at hand belong in them."""
@@ -318,6 +388,13 @@ class Block(nnx.Module):
             self.attention_norm(x), cos_sin, cached, length, position, held
         )
         return self.finish(x, y), held
+
+    def read_all(self, x, cos_sin, mask, earlier=()):
+        """The block over whole sequences; see `Attention.read_all`."""
+        y, rows = self.attention.read_all(
+            self.attention_norm(x), cos_sin, mask, earlier
+        )
+        return self.finish(x, y), rows
 
     def finish(self, x, attended):
         """Both residual sums, given what attention returned."""

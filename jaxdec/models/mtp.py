@@ -35,7 +35,12 @@ from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import prefers_out_first
 from jaxdec.models.layers import Block, Held, Linear, Norm, matmul, take_rows
 from jaxdec.models.rope import rotation
-from jaxdec.models.weights import TensorReader, block_params, block_shapes
+from jaxdec.models.weights import (
+    TensorReader,
+    TensorWriter,
+    block_params,
+    block_shapes,
+)
 from jaxdec.types import DrafterParams, Params
 
 
@@ -129,9 +134,13 @@ class MtpNetwork(NamedTuple):
     """``(params, module, cache, held, start, hidden, tokens, position, held_position,
     mask)``: rows ``start ..`` of `held`, which attend the module's live rows and those
     held rows that ``mask[B, T, R]`` allows."""
+    read_all: Callable[..., tuple[tuple, Float[Array, "B T E"]]]
+    """``(params, module, hidden, tokens, position, mask[B,T,T], earlier)``: one pass
+    over whole sequences, for training; `earlier` are the rows that earlier passes of
+    the module returned. Returns this pass's, and what is carried on."""
     forward: Callable[..., Float[Array, "B T E"]]
-    """``(params, module, hidden, tokens)``: rows 0 .. T - 1 without a cache, causal;
-    for training. Returns what is carried on."""
+    """``(params, module, hidden, tokens)``: rows 0 .. T - 1 without a cache, causal.
+    Returns what is carried on."""
     normed: Callable[..., Float[Array, "B T E"]]
     """``(params, module, carried)``: y, which the head reads."""
     head: Callable[..., Float[Array, "B T V"]]
@@ -219,6 +228,24 @@ def mtp_params_from_tensors(
     if config.own_head:
         params["head"] = read.array("head.weight")
     return params
+
+
+def mtp_tensors_from_params(
+    config: MtpConfig, params: Params, dtype: str
+) -> dict[str, np.ndarray]:
+    """The inverse of `mtp_params_from_tensors`; `dtype` is that of the arrays."""
+    writer = TensorWriter(dtype)
+    for i, module in params["modules"].items():
+        prefix = f"modules.{i}"
+        for norm in ("embed_norm", "hidden_norm", "final_norm"):
+            writer.norm(f"{prefix}.{norm}", module[norm])
+        rows = {f"{prefix}.project": config.block.hidden_size}
+        writer.linear(module["project"], rows)
+        writer.block(config.block, f"{prefix}.block", module["block"])
+    for part in ("embedding", "head"):
+        if part in params:
+            writer.array(f"{part}.weight", params[part])
+    return writer.tensors
 
 
 def make_mtp(
@@ -320,6 +347,16 @@ def make_mtp(
         )
         return held, carried(module, x)
 
+    def read_all(params, index, hidden, tokens, position, mask, earlier=()):
+        module = merged(params).modules[index]
+        x, rows = module.block.read_all(
+            module.combine(embed(params, tokens), hidden),
+            rotations(index, position),
+            mask,
+            earlier,
+        )
+        return rows, carried(module, x)
+
     def forward(params, index, hidden, tokens):
         batch, num = tokens.shape
         position = jnp.broadcast_to(_steps(tokens), (batch, num))
@@ -354,6 +391,7 @@ def make_mtp(
         combine=combine,
         write=write,
         read=read,
+        read_all=read_all,
         forward=forward,
         normed=normed,
         head=head,

@@ -110,6 +110,20 @@ def params_from_tensors(
     return params
 
 
+def layer_params(
+    config: ModelConfig, tensors: Mapping[str, np.ndarray], dtype: str = "float32"
+) -> Params:
+    """The inverse of `layer_tensors`: a decoder's arrays but for its tables."""
+    read = TensorReader(tensors, dtype)
+    layers = range(config.num_layers)
+    return {
+        "layers": {
+            i: block_params(config, i, f"model.layers.{i}", read) for i in layers
+        },
+        "norm": read.norm("model.norm"),
+    }
+
+
 def _gpt2(config: ModelConfig, layer: int, read: TensorReader) -> dict:
     prefix = f"h.{layer}"
     return {
@@ -211,3 +225,87 @@ def block_shapes(
         linear(f"{block}.up_proj", rows, width, config.mlp_bias)
         linear(f"{block}.down_proj", width, rows, config.mlp_bias)
     return shapes
+
+
+class TensorWriter:
+    """The inverse of `TensorReader`: arrays back to tensors by canonical name.
+
+    Args:
+        dtype: of the arrays, which says how their matrices lie.
+    """
+
+    def __init__(self, dtype: str):
+        self.tensors: dict[str, np.ndarray] = {}
+        self._out_first = prefers_out_first(dtype)
+
+    def array(self, name: str, value) -> None:
+        """A tensor as it is."""
+        self.tensors[name] = np.asarray(value)
+
+    def matrix(self, name: str, value) -> None:
+        """A matrix, as ``[out, in]``."""
+        value = np.asarray(value)
+        value = value if self._out_first else value.T
+        self.tensors[name] = np.ascontiguousarray(value)
+
+    def linear(self, tree: Params, rows: Mapping[str, int]) -> None:
+        """A linear layer; `rows` are those of each name that it joins, in order."""
+        self.matrix("", tree["weight"])
+        edges = np.cumsum(list(rows.values()))[:-1]
+        for part in ("weight", "bias"):
+            if part not in tree:
+                continue
+            joined = self.tensors.pop("") if part == "weight" else tree["bias"]
+            for name, piece in zip(rows, np.split(np.asarray(joined), edges)):  # noqa: B905
+                self.tensors[f"{name}.{part}"] = np.ascontiguousarray(piece)
+
+    def norm(self, name: str, tree: Params) -> None:
+        """A norm."""
+        self.array(f"{name}.weight", tree["scale"])
+
+    def block(self, config: ModelConfig, prefix: str, tree: Params) -> None:
+        """The inverse of `block_params`, for dense layers without sandwich norms."""
+        attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        self.linear(tree["attention"]["qkv"], qkv_rows(config, attn))
+        self.linear(tree["attention"]["out"], {f"{attn}.o_proj": config.hidden_size})
+        if "gate" in tree["attention"]:
+            rows = config.num_heads * config.head_dim
+            self.linear(tree["attention"]["gate"], {f"{attn}.gate": rows})
+        if "query_norm" in tree["attention"]:
+            self.norm(f"{attn}.q_norm", tree["attention"]["query_norm"])
+            self.norm(f"{attn}.k_norm", tree["attention"]["key_norm"])
+        self.mlp(config, mlp, tree["mlp"])
+        if "attention_norm" in tree:
+            self.norm(f"{prefix}.input_layernorm", tree["attention_norm"])
+        self.norm(f"{prefix}.post_attention_layernorm", tree["mlp_norm"])
+
+    def mlp(self, config: ModelConfig, name: str, tree: Params) -> None:
+        """A gated MLP."""
+        inner = config.intermediate_size
+        rows = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
+        self.linear(tree["up"], rows)
+        self.linear(tree["down"], {f"{name}.down_proj": config.hidden_size})
+
+
+def qkv_rows(config: ModelConfig, name: str) -> dict[str, int]:
+    """Rows of the projections that are joined into one, by name."""
+    key = config.num_kv_heads * config.head_dim
+    rows = {"q": config.num_heads * config.head_dim, "k": key, "v": key}
+    return {f"{name}.{part}_proj": num for part, num in rows.items()}
+
+
+def layer_tensors(
+    config: ModelConfig, params: Params, dtype: str
+) -> dict[str, np.ndarray]:
+    """The layers and the last norm of a decoder, by canonical name; no tables.
+
+    Args:
+        config: the architecture: dense, of Llama's descendants.
+        params: its arrays.
+        dtype: theirs.
+    """
+    writer = TensorWriter(dtype)
+    for i in range(config.num_layers):
+        writer.block(config, f"model.layers.{i}", params["layers"][i])
+    writer.norm("model.norm", params["norm"])
+    return writer.tensors

@@ -7,6 +7,7 @@ from typing import Any
 from jaxdec.io.cache import open_checkpoint
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.drafters.look import look
+from jaxdec.io.drafters.own import is_own, read_own
 from jaxdec.io.drafters.read import StoredDrafter, open_drafter, says_drafter
 from jaxdec.io.hub import resolve
 from jaxdec.io.safetensors import read_json
@@ -36,6 +37,12 @@ def inspect(
             not fit the target.
     """
     path = resolve(name, progress, "model or drafter")
+    if path.is_dir() and is_own(path):
+        found = None if target is None else open_checkpoint(target, progress)
+        config, content = (found.config, found.content_hash) if found else (None, "")
+        checkpoint, card = read_own(path, config, content)
+        facts = describe_drafter(checkpoint, name) | {"card": card}
+        return facts if target is None else facts | {"fits": target}
     stored = _drafter_in(path, is_expected=target is not None)
     if stored is not None:
         return _inspect_drafter(stored, name, target, progress)

@@ -11,7 +11,7 @@ import numpy as np
 class DrafterCheckpoint:
     """A drafter's configuration, its own tensors, and what a person wants to know."""
 
-    family: Literal["eagle", "block", "mtp"]
+    family: Literal["eagle", "block", "mtp", "draft"]
     config: Any
     """The family's normalised record."""
     tensors: Mapping[str, np.ndarray]

@@ -30,6 +30,8 @@ def share_with_target(
         checkpoint: a drafter for this target.
         params: the target's arrays (see `jaxdec.models.decoder`).
     """
+    if checkpoint.family == "draft":
+        return checkpoint
     tensors = dict(checkpoint.tensors)
     head = params["head"]["weight"] if "head" in params else params["embedding"]
     tables = {"embedding": params["embedding"], "head": head}

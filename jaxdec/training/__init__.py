@@ -1,0 +1,1 @@
+"""Training of drafters: what the target said, its features, objectives, one loop."""

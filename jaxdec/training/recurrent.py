@@ -1,0 +1,152 @@
+"""Training drafters that feed on their own output: EAGLE-3 and MTP.
+
+The drafter is unrolled as it will draft (EAGLE-3's training-time test, arXiv 2503.01840
+section 3; FastMTP, 2509.18362). Pass 0 reads the target's features at every place i
+with token i + 1, and says token i + 2. Pass t reads, at the same place, what pass t - 1
+passed on, with the true token i + 1 + t, and says token i + 2 + t. A place attends the
+rows of pass 0 up to its own, which at inference are the permanent ones, and of later
+passes its own rows only: those of its own draft. So place i of all passes is exactly
+the draft that begins when the target has read tokens 0 .. i, as long as it is right.
+
+(FastMTP lets pass t attend all rows of pass t. At inference those rows are made from
+true features, so that is not what is drafted with; here it is.)
+
+The loss is the cross-entropy with the target's law, each pass weighted by `decay` less.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from jaxdec.models.decoder import causal_mask, places
+from jaxdec.models.eagle import EagleNetwork
+from jaxdec.models.layers import matmul
+from jaxdec.models.mtp import MtpNetwork
+from jaxdec.training.batches import Batch
+from jaxdec.training.features import Features
+from jaxdec.training.losses import head_loss, probabilities, soft_cross_entropy
+from jaxdec.training.objective import Losses, is_drafted, shifted
+from jaxdec.types import DrafterParams, Params
+
+
+class Unrolled(NamedTuple):
+    """A network as the passes want it."""
+
+    taps: tuple[int, ...]
+    fuse: Callable[[DrafterParams, Array], Array]
+    read_all: Callable[..., tuple[Any, Array]]
+    """``(params, hidden, tokens, position, mask, earlier)``."""
+    normed: Callable[[DrafterParams, Array], Array]
+    """What the head reads."""
+
+
+def unrolled_eagle(network: EagleNetwork) -> Unrolled:
+    """An EAGLE-3 network."""
+    return Unrolled(
+        taps=network.config.taps,
+        fuse=network.fuse,
+        read_all=network.read_all,
+        normed=network.normed,
+    )
+
+
+def unrolled_mtp(network: MtpNetwork) -> Unrolled:
+    """One MTP module, used again and again."""
+
+    def read_all(params, hidden, tokens, position, mask, earlier):
+        return network.read_all(params, 0, hidden, tokens, position, mask, earlier)
+
+    return Unrolled(
+        taps=network.config.taps,
+        fuse=lambda params, features: features,
+        read_all=read_all,
+        normed=lambda params, carried: network.normed(params, 0, carried),
+    )
+
+
+def passes(
+    net: Unrolled,
+    params: DrafterParams,
+    features: Float[Array, "B T F"],
+    tokens: Array,
+    num: int,
+) -> Float[Array, "B num T E"]:
+    """What the head reads after each pass."""
+    hidden = net.fuse(params, features)
+    mask, position = causal_mask(tokens), places(tokens)
+    earlier, out = [], []
+    for t in range(num):
+        rows, hidden = net.read_all(
+            params, hidden, shifted(tokens, 1 + t), position + t, mask, tuple(earlier)
+        )
+        earlier.append(rows)
+        out.append(net.normed(params, hidden))
+    return jnp.stack(out, axis=1)
+
+
+def losses_and_right(
+    net: Unrolled,
+    features: Features,
+    own: Params,
+    frozen: Params,
+    batch: Batch,
+    *,
+    num: int,
+    decay: float,
+) -> tuple[Losses, Bool[Array, "B T num"]]:
+    """The losses of `num` passes, and where each is right.
+
+    Args:
+        net: the network.
+        features: of the target.
+        own: the drafter's arrays.
+        frozen: ``target``, its arrays; ``teacher``, the rows of its head that the
+            drafter has; ``draft_index``, the drafter's token for each of the target's.
+        batch: sequences.
+        num: passes.
+        decay: weight of a pass against the one before.
+    """
+    params = DrafterParams(own=own, shared=frozen["target"])
+    kept = features.kept_of(frozen["target"], batch)
+    joined = features.joined(frozen["target"], kept, net.taps)
+    said = features.of(frozen["target"], kept, features.num_layers + 1)
+    hidden = passes(net, params, joined, batch.tokens, num)
+    index = jnp.take(frozen["draft_index"], batch.tokens, mode="clip")
+    size = frozen["teacher"].shape[0]
+    labels = jnp.stack([shifted(index, 2 + t) for t in range(num)], axis=1)
+    drafted = jnp.stack([is_drafted(batch, t) for t in range(num)], axis=1)
+    by_pass = jnp.asarray(decay ** np.arange(num), jnp.float32)[None, :, None]
+    weights = jnp.where(drafted & (labels < size), by_pass, 0.0)
+
+    def teacher(said):
+        """The law after every place; after place i + 1 + t for pass t."""
+        logits = matmul(said, frozen["teacher"], out_first=True)
+        return jnp.pad(probabilities(logits), ((0, num), (0, 0)))
+
+    def row_loss(logits, law, own):
+        weight, label, t = own
+        law = jax.lax.dynamic_slice_in_dim(law, 1 + t, logits.shape[0])
+        return soft_cross_entropy(logits, law, weight, label)
+
+    which = jnp.broadcast_to(jnp.arange(num, dtype=jnp.int32), (len(labels), num))
+    loss, right = head_loss(
+        row_loss,
+        teacher,
+        [hidden],
+        [frozen["teacher"]],
+        said,
+        (weights, labels, which),
+    )
+    figures = {
+        f"right {t + 1}": (
+            jnp.sum(right[:, t] & drafted[:, t], dtype=jnp.float32),
+            jnp.sum(drafted[:, t], dtype=jnp.float32),
+        )
+        for t in range(num)
+    }
+    losses = Losses(loss=loss, weight=jnp.sum(weights), figures=figures)
+    return losses, jnp.moveaxis(right, 1, 2)

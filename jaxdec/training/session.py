@@ -1,0 +1,153 @@
+"""From a recipe, a target and a token store to a drafter in a folder.
+
+A folder holds all of a run: checkpoints, ``log.jsonl``, and, once it is finished, the
+drafter in ``drafter``, which `jaxdec.load_drafter` reads.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxdec.io.drafters.sharing import owner
+from jaxdec.loaded_drafter import LoadedDrafter, load_drafter, save_drafter
+from jaxdec.models.sharding import DATA
+from jaxdec.training.features import keep_features
+from jaxdec.training.kinds import make_objective
+from jaxdec.training.objective import Objective
+from jaxdec.training.recipe import Recipe
+from jaxdec.training.speed import measure_step
+from jaxdec.training.store import TokenStore
+from jaxdec.training.trainer import Run, Trained
+
+Progress = Callable[[int, int, str], None]
+
+
+def train(
+    recipe: Recipe,
+    lm: Any,
+    store: TokenStore,
+    folder: str | Path,
+    *,
+    features: str | Path | None = None,
+    mesh: Mesh | None = None,
+    progress: Progress | None = None,
+    until: int | None = None,
+    with_speed: bool = False,
+    start: str | Path | None = None,
+) -> tuple[LoadedDrafter, Trained]:
+    """Trains a drafter, or goes on where an interrupted run ended.
+
+    Args:
+        recipe: what and how; `jaxdec.training.recipe`.
+        lm: the target.
+        store: what it answered.
+        folder: of the run.
+        features: a folder to keep the target's features in, which are then computed
+            once and not at every step; several runs with the same taps share it.
+        mesh: devices to split batches over.
+        progress: told ``(steps done, steps, text)``.
+        until: stop after this many steps, as if interrupted, but with a drafter.
+        with_speed: measure the step, for the card.
+        start: a drafter to begin with, instead of random weights; of the same recipe
+            but for its numbers of steps and its rates.
+
+    Returns:
+        The drafter, and what the run came to.
+
+    Raises:
+        jaxdec.io.checkpoint.CheckpointError: a folder holds something else.
+        ValueError: a recipe that cannot be followed with this target.
+    """
+    if lm.mesh is not None:
+        raise ValueError(
+            f"the target {lm.name} is spread over a mesh; load it on one device, and "
+            "pass mesh=... here to split batches over devices"
+        )
+    folder = Path(folder)
+    objective = make_objective(recipe, lm, store)
+    kept = None
+    if features is not None:
+        taps = objective.features.kept
+        kept = keep_features(features, lm, store, taps, progress=progress)
+    begin = None if start is None else _begin(start, objective, lm)
+    run = Run(
+        objective,
+        recipe,
+        store,
+        folder,
+        dtype=lm.dtype,
+        target=lm.content_hash,
+        features=kept,
+        mesh=mesh,
+        begin=begin,
+    )
+    found = run.train(progress, until)
+    drafter = as_drafter(objective, found.own, lm, str(folder / "drafter"))
+    steps = [line for line in found.log if "loss" in line]
+    card = {
+        "target": {"name": lm.name, "hash": lm.content_hash},
+        "recipe": recipe.to_dict(),
+        "steps": found.step,
+        "minutes": round(sum(line["seconds"] for line in steps) / 60, 2),
+        "tokens_read": sum(line["tokens"] for line in steps),
+        "answer_tokens": store.num_answer_tokens,
+        "sources": np.unique(store.source).tolist(),
+        "start": None if start is None else str(start),
+        "devices": 1 if mesh is None else mesh.shape.get(DATA, 1),
+        "validation": found.validation,
+    }
+    if with_speed:
+        card["speed"] = measure_step(run)
+    save_drafter(folder / "drafter", drafter, lm, card=card, overwrite=True)
+    drafter.card = card
+    return drafter, found
+
+
+def _begin(start: str | Path, objective: Objective, lm: Any) -> Any:
+    """The arrays of a drafter that is to be trained on.
+
+    Raises:
+        ValueError: it is another kind of network than the recipe's.
+    """
+    drafter = load_drafter(start, lm)
+    config = drafter.config
+    if drafter.family == "block":
+        config = dataclasses.replace(config, temperatures=())
+    if (drafter.family, config) != (objective.family, objective.config):
+        raise ValueError(
+            f"{start} is not the network of this recipe ({drafter.config} against "
+            f"{objective.config}); begin with a drafter of the same recipe"
+        )
+    found, wanted = drafter.own.get("vocabulary"), objective.frozen["draft_index"]
+    if found is not None and not np.array_equal(found["draft_index"], wanted):
+        raise ValueError(
+            f"{start} says other tokens than those most frequent in this data; begin "
+            "with the data that it was trained on, or train from nothing"
+        )
+    return drafter.own
+
+
+def as_drafter(
+    objective: Objective, own: Any, lm: Any, name: str = "trained"
+) -> LoadedDrafter:
+    """What is trained as a drafter that is ready for its target."""
+    config = objective.config
+    facts = {
+        "draft_length": objective.draft_length,
+        "head": owner(getattr(config, "own_head", False)),
+        "embedding": owner(getattr(config, "own_embedding", False)),
+        "taps": list(getattr(config, "taps", ())),
+    }
+    return LoadedDrafter(
+        family=objective.family,
+        config=config,
+        own=own,
+        name=name,
+        format="jaxdec",
+        facts=facts,
+        dtype=lm.dtype,
+    )

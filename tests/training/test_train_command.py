@@ -1,0 +1,73 @@
+"""From prompts to an exported drafter, by the command."""
+
+import json
+
+import helpers_tiny
+import numpy as np
+import pytest
+
+import jaxdec
+from jaxdec.cli import main
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as end:
+        main([str(x) for x in arguments])
+    captured = capsys.readouterr()
+    return end.value.code, captured.out, captured.err
+
+
+def test_from_prompts_to_an_exported_drafter(tmp_path, capsys):
+    model = helpers_tiny.write_model(tmp_path / "model")
+    target = ("--model", model, "--dtype", "float32", "--json")
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"id": f"p{i}", "prompt": f"say {i}"} for i in range(6)]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    store, trained = tmp_path / "answers", tmp_path / "run"
+    options = ("--batch-size", 3, "--max-new-tokens", 8, "--validation", 2)
+    code, out, err = run(
+        capsys, "regenerate", prompts, "--out", store, *options, *target
+    )
+    assert code == 0, err
+    facts = json.loads(out)
+    assert facts["records"] == 6 and facts["validation"] == 2
+    (tmp_path / "recipe.json").write_text(json.dumps({"steps": 3, "batch_size": 2}))
+    train = ("train", "draft", "--data", store, "--out", trained, *target)
+    train += ("--recipe", tmp_path / "recipe.json", "--set", "from_layers=[1]")
+    code, out, err = run(capsys, *train, "--speed")
+    assert code == 0, err
+    facts = json.loads(out)
+    assert facts["steps"] == 3 and facts["validation"]["tokens_per_step"] >= 1
+    assert 0 < facts["speed"]["part_of_plain"] and facts["speed"]["gflops"] > 0
+    lm = jaxdec.load(model, dtype="float32")
+    drafter = jaxdec.load_drafter(facts["drafter"], lm)
+    assert drafter.card["recipe"]["from_layers"] == [1]
+    again = ("train", "draft", "--data", store, "--out", tmp_path / "again", *target)
+    again += ("--set", "steps=1", "--set", "batch_size=2", "--set", "from_layers=[1]")
+    again += ("--start", facts["drafter"])
+    code, out, err = run(capsys, *again)
+    assert code == 0, err
+    before = json.loads((trained / "log.jsonl").read_text().splitlines()[-1])
+    after = json.loads((tmp_path / "again" / "log.jsonl").read_text().splitlines()[0])
+    assert after["validation"] == before["validation"]
+    code, out, err = run(capsys, "inspect", facts["drafter"], "--json")
+    assert code == 0 and json.loads(out)["card"]["steps"] == 3, err
+    exported = tmp_path / "exported"
+    code, out, err = run(capsys, "export", facts["drafter"], "--out", exported, *target)
+    assert code == 0 and json.loads(out)["format"] == "model", err
+    small = jaxdec.load(exported, dtype="float32")
+    assert small.config.num_layers == 1
+    np.testing.assert_array_equal(
+        small.params["norm"]["scale"], drafter.own["norm"]["scale"]
+    )
+    # What cannot be done is said in one line.
+    for arguments, message in (
+        (("train", "mtp", *train[2:]), "no from_layers"),
+        ((*train, "--set", "steps"), "--set takes name=value"),
+        ((*train, "--set", "kind=mtp"), "use jaxdec train mtp"),
+        ((*train, "--devices", 9), "there are 1"),
+        (("calibrate", facts["drafter"], "--out", exported, *target), "no confidence"),
+        (("export", facts["drafter"], "--out", exported, *target), "exists"),
+    ):
+        code, out, err = run(capsys, *arguments)
+        assert code == 1 and message in err and "Traceback" not in err, err
