@@ -41,7 +41,10 @@ def inspect(
         found = None if target is None else open_checkpoint(target, progress)
         config, content = (found.config, found.content_hash) if found else (None, "")
         checkpoint, card = read_own(path, config, content)
-        facts = describe_drafter(checkpoint, name) | {"card": card}
+        facts = describe_drafter(
+            checkpoint, name, content_hash=str(card.get("hash", "")), target=config
+        )
+        facts |= {"card": card}
         return facts if target is None else facts | {"fits": target}
     stored = _drafter_in(path, is_expected=target is not None)
     if stored is not None:

@@ -140,7 +140,7 @@ def losses_and_right(
     head = net.markov(params)
     if head is not None:
         parts.append(flat(_codes(net, params, rows, hidden, previous)))
-        heads.append(head.out.weight[...])
+        heads.append(head.out.weight[...].T)
         trained.append(True)
     # The law of a token follows from what the target said one place before it.
     law_at = (blocks.place - 1).reshape(len(tokens), -1)
