@@ -74,10 +74,13 @@ SLOW = (
     "test_certify.py::test_exact_mode_adds_up_alike[float32]",
     "test_smollm2.py::test_exact_mode_covers_longer_chains",
     "test_smollm2.py::test_chains_up_to_six_equal_plain_decoding_bit_for_bit[float32",
-    "test_trainer.py::test_one_and_four_devices_agree",
-    "test_trainer.py::test_a_drafter_learns_and_then_drafts[dspark",
-    "test_trainer.py::test_a_drafter_learns_and_then_drafts[dflash",
-    "test_trainer.py::test_a_drafter_learns_and_then_drafts[mtp",
+    "training/test_trainer.py",
+    "training/test_export.py",
+    "training/test_calibrate.py",
+    "::test_training_says_what_drafting_says[eagle3 of",
+    "::test_training_says_what_drafting_says[dflash",
+    "::test_training_says_what_drafting_says[dspark ",
+    "::test_confidence_is_trained_as_it_is_served[dspark ",
     "test_compare.py::test_advice_ranks_only_what_is_certified",
     "test_cache.py::test_decoding_across_a_block[239]",
     "test_attention.py::test_beside_the_cache_equals_in_the_cache[256-3]",
@@ -98,7 +101,8 @@ SLOW = (
     "test_compiled.py::test_tpu_program_stays_on_the_chip[rejection]",
 )
 """What takes longest: ``-m slow`` runs it. Of drafters the golden cases stay, which
-drive the same functions round by round and through the engine."""
+drive the same functions round by round and through the engine; of training, the way
+from prompts to an exported drafter, by the command."""
 
 
 @pytest.hookimpl(tryfirst=True)
