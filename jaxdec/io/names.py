@@ -11,8 +11,7 @@ model does not read them, but they are recognised, and handed on to whoever does
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxdec.io.checkpoint import (
     CheckpointError,
@@ -202,16 +201,19 @@ def check_tensors(config: ModelConfig, tensors: Mapping) -> None:
         raise CheckpointError(_report(missing, unexpected, wrong))
 
 
+def listed(**names: Sequence[str]) -> list[str]:
+    """Indented lines that name tensors under a title each; empty lists say nothing."""
+    lines = []
+    for title, some in names.items():
+        if some:
+            lines.append(f"  {title.replace('_', ' ')} ({len(some)}):")
+            lines += [f"    {name}" for name in some]
+    return lines
+
+
 def _report(missing: list[str], unexpected: list[str], wrong: list[str]) -> str:
-    lines: list[Any] = ["the tensors do not fit the configuration:"]
-    for title, names in (
-        ("missing", missing),
-        ("unexpected", unexpected),
-        ("wrong shape", wrong),
-    ):
-        if names:
-            lines.append(f"  {title} ({len(names)}):")
-            lines += [f"    {name}" for name in names]
+    lines = ["the tensors do not fit the configuration:"]
+    lines += listed(missing=missing, unexpected=unexpected, wrong_shape=wrong)
     if "lm_head.weight" in missing:
         lines.append(
             "  The configuration says that the output head is not tied to the "

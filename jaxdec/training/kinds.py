@@ -120,14 +120,19 @@ def one_layer(target: ModelConfig, num_layers: int = 1, **changes: Any) -> Model
     )
 
 
+def _taps(recipe: Eagle3Recipe | BlockRecipe, target: ModelConfig) -> tuple[int, ...]:
+    """The recipe's, or low, middle and high ones as EAGLE-3 has them."""
+    num = target.num_layers
+    return recipe.taps or tuple(sorted({min(2, num), num // 2, max(num - 3, 0)}))
+
+
 def _small_norm(target: Params) -> dict:
     return {"scale": target["norm"]["scale"] * _FIRST_SIZE}
 
 
 def _eagle3(recipe: Eagle3Recipe, lm: Any, ids: np.ndarray) -> Objective:
     target = lm.config
-    num = target.num_layers
-    taps = recipe.taps or tuple(sorted({min(2, num), num // 2, max(num - 3, 0)}))
+    taps = _taps(recipe, target)
     config = EagleConfig(
         layers=one_layer(target, recipe.num_layers, family="llama", qk_norm=False),
         taps=taps,
@@ -210,8 +215,7 @@ def _recurrent(
 
 def _block(recipe: BlockRecipe, lm: Any, ids: np.ndarray) -> Objective:
     target = lm.config
-    num = target.num_layers
-    taps = recipe.taps or tuple(sorted({min(2, num), num // 2, max(num - 3, 0)}))
+    taps = _taps(recipe, target)
     is_dspark = isinstance(recipe, DsparkRecipe)
     confidence = "none"
     if is_dspark and recipe.confidence:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxdec.io.checkpoint import CheckpointError, shapes_of
+from jaxdec.io.names import listed
 from jaxdec.models.block import BlockConfig
 
 Stored = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -51,14 +52,7 @@ def check_drafter_tensors(
     if not (missing or unexpected or wrong):
         return
     lines = ["the drafter's tensors do not fit its configuration:"]
-    for title, names in (
-        ("missing", missing),
-        ("unexpected", unexpected),
-        ("wrong shape", wrong),
-    ):
-        if names:
-            lines.append(f"  {title} ({len(names)}):")
-            lines += [f"    {name}" for name in names]
+    lines += listed(missing=missing, unexpected=unexpected, wrong_shape=wrong)
     if any(name.startswith("confidence_head.") for name in missing):
         lines.append(
             "  overrides={'confidence': 'none'} loads it without a confidence head, so "

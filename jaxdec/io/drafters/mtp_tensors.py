@@ -15,6 +15,7 @@ from jaxdec.io.checkpoint import CheckpointError, LazyTensors, check_finite
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.mtp_layouts import Found, Layout
 from jaxdec.io.drafters.words import attention, owner
+from jaxdec.io.names import listed
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.mtp import MtpConfig, expected_mtp_tensors
 
@@ -321,13 +322,6 @@ def _equal(ours: np.ndarray, theirs: np.ndarray) -> bool:
 
 def _report(missing: list[str], strange: list[str], wrong: list[str]) -> str:
     lines = ["the tensors of the MTP modules do not fit the configuration:"]
-    for title, names in (
-        ("missing", missing),
-        ("unexpected", strange),
-        ("wrong shape", wrong),
-    ):
-        if names:
-            lines.append(f"  {title} ({len(names)}):")
-            lines += [f"    {name}" for name in names]
+    lines += listed(missing=missing, unexpected=strange, wrong_shape=wrong)
     lines.append("  Take config.json and the weights from the same release.")
     return "\n".join(lines)
