@@ -102,34 +102,42 @@ def speculative(
             "step may write past the limit; give a larger capacity"
         )
 
-    def prefill(params: StrategyParams, request: Request) -> DecodeState:
-        """Reads all but the last prompt token, in chunks, and tells the drafter."""
+    def begin(request: Request) -> DecodeState:
+        """What has been said, with nothing read yet."""
         room = min(capacity - headroom, model.max_positions)
-        sequences = _begin(request, capacity, room)
         batch = request.prompt.shape[0]
-        to_read = sequences.length - 1
-        padded = jnp.pad(sequences.tokens, ((0, 0), (0, prefill_chunk + 1)))
-        num_chunks = (jnp.max(to_read) + prefill_chunk - 1) // prefill_chunk
+        return DecodeState(
+            sequences=_begin(request, capacity, room),
+            cache=model.init_cache(batch, capacity),
+            drafter=drafter.init(batch, capacity),
+        )
+
+    def read(params: StrategyParams, state: DecodeState) -> DecodeState:
+        """Reads the next chunk of what is said and unread, and tells the drafter."""
+        sequences, start = state.sequences, state.cache.length
+        live = jnp.clip(sequences.length - 1 - start, 0, prefill_chunk)
+        tokens = window(sequences.tokens, start, prefill_chunk + 1)
         offset = jnp.arange(prefill_chunk, dtype=jnp.int32)
+        place = start[:, None] + offset[None]
+        cache, output = model.forward(
+            params.target, state.cache, tokens[:, :-1], place, None
+        )
+        commit = Commit(tokens=tokens, features=output.features, length=live)
+        return DecodeState(
+            sequences=sequences,
+            cache=cache.commit(None, live),
+            drafter=drafter.extend(params.drafter, state.drafter, commit),
+        )
 
-        def chunk(i, carry):
-            cache, drafter_state = carry
-            start = i.astype(jnp.int32) * prefill_chunk
-            tokens = jax.lax.dynamic_slice_in_dim(
-                padded, start, prefill_chunk + 1, axis=1
-            )
-            live = jnp.clip(to_read - start, 0, prefill_chunk)
-            position = jnp.broadcast_to(start + offset, (batch, prefill_chunk))
-            cache, output = model.forward(
-                params.target, cache, tokens[:, :-1], position, None
-            )
-            cache = cache.commit(None, live)
-            commit = Commit(tokens=tokens, features=output.features, length=live)
-            return cache, drafter.extend(params.drafter, drafter_state, commit)
+    def prefill(params: StrategyParams, request: Request) -> DecodeState:
+        """Reads all but the last prompt token, in chunks."""
 
-        carry = (model.init_cache(batch, capacity), drafter.init(batch, capacity))
-        cache, drafter_state = jax.lax.fori_loop(0, num_chunks, chunk, carry)
-        return DecodeState(sequences=sequences, cache=cache, drafter=drafter_state)
+        def is_unread(state):
+            return jnp.any(state.cache.length < state.sequences.length - 1)
+
+        return jax.lax.while_loop(
+            is_unread, lambda state: read(params, state), begin(request)
+        )
 
     def step(
         params: StrategyParams, state: DecodeState
@@ -178,6 +186,8 @@ def speculative(
         return state, info
 
     return Strategy(
+        begin=begin,
+        read=read,
         prefill=prefill,
         step=step,
         capacity=capacity,
@@ -288,6 +298,18 @@ def _begin(request: Request, capacity: int, longest: int) -> Sequences:
         key=request.key,
         sampling=request.sampling,
     )
+
+
+def window(
+    tokens: Int[Array, "B L"], start: Int[Array, "B"], size: int
+) -> Int[Array, "B size"]:
+    """The `size` tokens of each row from `start`; past the end are zeros."""
+    padded = jnp.pad(tokens, ((0, 0), (0, size)))
+
+    def cut(row, start):
+        return jax.lax.dynamic_slice(row, (start,), (size,))
+
+    return jax.vmap(cut)(padded, start)
 
 
 def _allowed(sequences: Sequences, draft: Draft) -> Int[Array, "B"]:

@@ -9,6 +9,8 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jaxdec.types import FinishReason
+
 
 class TextStream:
     """Text of one request, released piece by piece.
@@ -42,6 +44,23 @@ class TextStream:
             data = self._tokenizer.token_bytes(token)
             released += self._release(self._decoder.decode(data))
         return released
+
+    def take(
+        self, tokens: Sequence[int], finish: FinishReason
+    ) -> tuple[str, int, FinishReason]:
+        """Takes in what a request emitted, and the reason if it ended there.
+
+        Returns:
+            The text that has become certain, how many of the tokens are kept, and the
+            reason to end: a stop string comes before any other.
+        """
+        before = self.num_tokens
+        # The stop token ends the text and is no part of it.
+        is_last = finish == FinishReason.STOP_TOKEN
+        text = self.push(tokens[:-1] if is_last else tokens)
+        if self.is_stopped:
+            return text, self.num_tokens - before, FinishReason.STOP_STRING
+        return text, len(tokens), finish
 
     def finish(self) -> str:
         """Releases what was held back; no more tokens will come.

@@ -63,6 +63,10 @@ class LM:
         default_factory=dict, repr=False
     )
     """Everything compiled for this model so far."""
+    batchings: dict[ProgramKey, Any] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
+    """What servers of this model run, compiled."""
     replays: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
     """Answers that the plain step has judged already (`jaxdec.certify`)."""
     mesh: Mesh | None = None

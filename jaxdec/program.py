@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdec import decoding, rounding
+from jaxdec import batching, decoding, rounding
 from jaxdec.models import sharding
 from jaxdec.models.decoder import make_model
 from jaxdec.sampling import make_sampling_params
@@ -53,6 +53,7 @@ class ProgramKey:
     exact_width: int = 0
     """Rows that every forward of the target is padded to; 0: no exact mode."""
     observe: Callable[..., Any] | None = None
+    prefill_chunk: int = decoding.PREFILL_CHUNK
     accept: Any = None
     """Overrides the configuration's acceptance rule (the certificate's replay)."""
 
@@ -125,6 +126,7 @@ def build(lm: Any, key: ProgramKey) -> tuple[Strategy, StrategyParams]:
         processor=key.processor,
         num_logprobs=key.num_logprobs,
         processed_logprobs=key.processed_logprobs,
+        prefill_chunk=key.prefill_chunk,
         observe=key.observe,
         widths=_widths(key),
     )
@@ -162,6 +164,24 @@ def compile_program(lm: Any, key: ProgramKey) -> Program:
         compile_s=time.perf_counter() - started,
         num_compilations=2,
     )
+
+
+def compile_slots(lm: Any, key: ProgramKey) -> tuple[batching.Batching, StrategyParams]:
+    """The strategy of a key over slots, one for each row; compiled when first called.
+
+    A model keeps them, so a second server of the same shape compiles nothing.
+    """
+    if key not in lm.batchings:
+        strategy, params = build(lm, key)
+        functions = batching.slots(
+            strategy,
+            key.batch_size,
+            num_stop_slots=key.num_stop_slots,
+            num_bias_slots=key.num_bias_slots,
+        )
+        jitted = batching.jit_slots(functions, COMPILER_OPTIONS)
+        lm.batchings[key] = (jitted, params)
+    return lm.batchings[key]
 
 
 def request_key(seed: Any) -> jax.Array:

@@ -288,10 +288,9 @@ def _segments(call: Call, texts: list[TextStream], segment: int) -> Iterator[_Se
             new = buffer[row, before[row] : after[row]].tolist()
             text = ""
             if call.lm.tokenizer is not None:
-                text = texts[row].push(_spoken(new, int(finish[row])))
-                if texts[row].is_stopped:
-                    new = new[: texts[row].num_tokens - len(tokens[row])]
-                    finish[row] = FinishReason.STOP_STRING
+                reason = FinishReason(int(finish[row]))
+                text, num, finish[row] = texts[row].take(new, reason)
+                new = new[:num]
             tokens[row].extend(new)
             pieces.append(Piece(text=text, tokens=tuple(new)))
         state = state.replace(
@@ -329,11 +328,6 @@ def _cancelled(done: _Segment) -> _Segment:
     return dataclasses.replace(
         done, finish=finish, run=dataclasses.replace(done.run, finish=finish)
     )
-
-
-def _spoken(tokens: list[int], finish: int) -> list[int]:
-    """Without the stop token: it ends the text and is no part of it."""
-    return tokens[:-1] if finish == FinishReason.STOP_TOKEN else tokens
 
 
 def _joined(

@@ -370,9 +370,14 @@ class AcceptFn(NamedTuple):
 
 
 class Strategy(NamedTuple):
-    """A way of decoding: two pure functions, and what a caller must know of them."""
+    """A way of decoding: pure functions, and what a caller must know of them."""
 
+    begin: Callable[[Request], DecodeState]
+    """What has been said; nothing is read."""
+    read: Callable[[StrategyParams, DecodeState], DecodeState]
+    """Reads the next chunk of what is said and unread; the anchor stays unread."""
     prefill: Callable[[StrategyParams, Request], DecodeState]
+    """`begin`, then `read` until nothing is left."""
     step: Callable[[StrategyParams, DecodeState], tuple[DecodeState, StepInfo]]
     capacity: int
     """Slots per row; prompt + max_new_tokens + `headroom` must fit."""

@@ -99,6 +99,8 @@ SLOW = (
     ),
     "test_compiled.py::test_tpu_program_stays_on_the_chip[lookup]",
     "test_compiled.py::test_tpu_program_stays_on_the_chip[rejection]",
+    "test_batching.py::test_five_hundred",
+    "test_batching.py::test_two_thousand",
 )
 """What takes longest: ``-m slow`` runs it. Of drafters the golden cases stay, which
 drive the same functions round by round and through the engine; of training, the way

@@ -131,6 +131,12 @@ def on_mesh(strategy: Strategy, mesh: Mesh) -> Strategy:
     def held(state):
         return jax.lax.with_sharding_constraint(state, row_shardings(state, mesh))
 
+    def begin(request):
+        return held(strategy.begin(request))
+
+    def read(params, state):
+        return held(strategy.read(params, state))
+
     def prefill(params, request):
         return held(strategy.prefill(params, request))
 
@@ -138,7 +144,7 @@ def on_mesh(strategy: Strategy, mesh: Mesh) -> Strategy:
         state, info = strategy.step(params, state)
         return held(state), info
 
-    return strategy._replace(prefill=prefill, step=step)
+    return strategy._replace(begin=begin, read=read, prefill=prefill, step=step)
 
 
 def replicated(params: Params, mesh: Mesh) -> Params:

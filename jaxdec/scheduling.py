@@ -1,0 +1,411 @@
+"""Who is read and who runs: policies as data in, data out.
+
+A scheduler sees no model and no array. It is given a `Queue` of `Job` records and the
+time, and returns the queue as it will be and a `Plan` of what to do to get there. The
+same function serves the device and the simulated clock (`jaxdec.simulation`).
+
+A *round* is at most one prefill chunk, then one step of all running requests. So a
+running request never waits longer for its next token than a chunk and a step take
+(`token_gap_bound`), however long the prompts are that arrive.
+
+A policy is a rank, smallest first:
+
+    first_come            by arrival
+    priority              larger `Job.priority` first
+    shortest_remaining    fewest rounds left at most: chunks to read, tokens to say
+    deadline              earliest deadline first
+
+Ties go to the earlier arrival. `patient` lets nobody starve. The best request is never
+passed over for one that happens to fit: it is waited for.
+
+With preemption a running request gives way to a waiting one of strictly smaller rank.
+Nothing is lost: "recompute" keeps its tokens and reads them again later, "keep" keeps
+its whole row. Either way it goes on with the very next token, since the noise of a
+token depends on its position alone.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+Preemption = Literal["none", "recompute", "keep"]
+
+GAP_SLACK = 1.25
+"""What copying a row, the host's own work and jitter may add to a round."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a scheduler knows of a request. Sizes are in tokens, times in seconds."""
+
+    id: int
+    arrival_s: float
+    prompt_length: int
+    max_new_tokens: int
+    priority: int = 0
+    """Larger is more urgent."""
+    deadline_s: float = math.inf
+    num_said: int = 0
+    """Tokens emitted so far."""
+    num_read: int = 0
+    """Tokens of prompt and output that its row has read."""
+    has_row: bool = False
+    """Whether it has a row, in a slot or beside the slots."""
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens to read before it can run; the last one said is read by a step."""
+        return self.prompt_length + self.num_said - 1 - self.num_read
+
+    @property
+    def num_reserved(self) -> int:
+        """Tokens that it may come to hold: what admission counts."""
+        return self.prompt_length + self.max_new_tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the device has to give."""
+
+    num_slots: int
+    row_tokens: int
+    """Most tokens, prompt and output, that a row has room for."""
+    chunk: int
+    """Tokens that a prefill chunk reads."""
+    kv_tokens: int | None = None
+    """Most tokens reserved by all requests that have a row; None is no limit but that
+    of the rows."""
+    preemption: Preemption = "none"
+    max_kept: int = 0
+    """Rows that may be kept beside the slots for requests that gave way."""
+
+    def rounds_left(self, job: Job) -> int:
+        """Rounds that a job needs at most: a chunk or a token each."""
+        chunks = -(-job.num_unread // self.chunk)
+        return chunks + job.max_new_tokens - job.num_said
+
+
+Rank = Callable[[Job, float, Limits], tuple]
+"""``(job, now_s, limits) -> rank``; the smallest goes first."""
+
+
+class Policy(NamedTuple):
+    """An order of service."""
+
+    name: str
+    rank: Rank
+
+
+def _arrival(job: Job, now_s: float, limits: Limits) -> tuple:
+    del now_s, limits
+    return job.arrival_s, job.id
+
+
+def _priority(job: Job, now_s: float, limits: Limits) -> tuple:
+    return -job.priority, *_arrival(job, now_s, limits)
+
+
+def _shortest(job: Job, now_s: float, limits: Limits) -> tuple:
+    return limits.rounds_left(job), *_arrival(job, now_s, limits)
+
+
+def _deadline(job: Job, now_s: float, limits: Limits) -> tuple:
+    return job.deadline_s, *_arrival(job, now_s, limits)
+
+
+POLICIES = {
+    policy.name: policy
+    for policy in (
+        Policy("first_come", _arrival),
+        Policy("priority", _priority),
+        Policy("shortest_remaining", _shortest),
+        Policy("deadline", _deadline),
+    )
+}
+
+
+def patient(policy: Policy, patience_s: float) -> Policy:
+    """The same policy, but what arrived `patience_s` ago goes first, oldest first."""
+
+    def rank(job: Job, now_s: float, limits: Limits) -> tuple:
+        if now_s - job.arrival_s >= patience_s:
+            return 0, *_arrival(job, now_s, limits)
+        return 1, *policy.rank(job, now_s, limits)
+
+    return Policy(f"patient {policy.name}", rank)
+
+
+def find_policy(policy: str | Policy) -> Policy:
+    """The policy of a name, or a policy as it is.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if policy not in POLICIES:
+        raise ValueError(
+            f"unknown policy {policy!r}; use one of {', '.join(POLICIES)}, or a "
+            "scheduling.Policy"
+        )
+    return POLICIES[policy]
+
+
+def check_fits(limits: Limits, prompt_length: int, max_new_tokens: int) -> None:
+    """Raises ValueError for a request that could never run."""
+    need = prompt_length + max_new_tokens
+    told = f"{need} tokens ({prompt_length} of prompt + {max_new_tokens} new)"
+    if need > limits.row_tokens:
+        raise ValueError(
+            f"the request needs {told}, but a slot holds {limits.row_tokens}; shorten "
+            "the prompt, lower max_new_tokens, or give the server a larger capacity"
+        )
+    if limits.kv_tokens is not None and need > limits.kv_tokens:
+        raise ValueError(
+            f"the request needs {told}, but the KV budget is {limits.kv_tokens}; "
+            "shorten the prompt, lower max_new_tokens, or raise kv_tokens"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Queue:
+    """Every request that is not done, by where it is."""
+
+    waiting: tuple[Job, ...] = ()
+    """Those with a row gave way, and wait to go on."""
+    reading: Job | None = None
+    """The one whose prompt is being read."""
+    slots: tuple[Job | None, ...]
+
+    @property
+    def running(self) -> tuple[Job, ...]:
+        """Jobs in slots."""
+        return tuple(job for job in self.slots if job is not None)
+
+    def submit(self, job: Job) -> "Queue":
+        """With one more request waiting."""
+        return dataclasses.replace(self, waiting=(*self.waiting, job))
+
+    def remove(self, job_id: int) -> "Queue":
+        """Without a request, wherever it is."""
+
+        def other(job):
+            return None if job is not None and job.id == job_id else job
+
+        return Queue(
+            waiting=tuple(job for job in self.waiting if job.id != job_id),
+            reading=other(self.reading),
+            slots=tuple(map(other, self.slots)),
+        )
+
+    def said(self, slot: int, num_tokens: int) -> "Queue":
+        """After the request in a slot emitted tokens, and read as many."""
+        job = self.slots[slot]
+        assert job is not None
+        job = dataclasses.replace(
+            job,
+            num_said=job.num_said + num_tokens,
+            num_read=job.num_read + num_tokens,
+        )
+        return self._with_slot(slot, job)
+
+    def _with_slot(self, slot: int, job: Job | None) -> "Queue":
+        slots = (*self.slots[:slot], job, *self.slots[slot + 1 :])
+        return dataclasses.replace(self, slots=slots)
+
+    def _put_back(self, job: Job, has_row: bool) -> "Queue":
+        """A job that gave way, among the waiting."""
+        if not has_row:
+            job = _without_row(job)
+        return self.remove(job.id).submit(job)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to do before the next step, in this order. Ids of jobs, and slots."""
+
+    drop: tuple[int, ...] = ()
+    """Rows to give up; their requests are read again later."""
+    extract: tuple[int, int] | None = None
+    """``(job, slot)``: its row is kept beside the slots."""
+    begin: int | None = None
+    """Gets a new row."""
+    read: int | None = None
+    """Its row reads a chunk."""
+    insert: tuple[int, int] | None = None
+    """``(job, slot)``: its row goes into the slot."""
+
+
+def schedule(
+    policy: Policy, limits: Limits, queue: Queue, now_s: float
+) -> tuple[Queue, Plan]:
+    """Decides what happens before the next step.
+
+    Args:
+        policy: whom to prefer.
+        limits: what there is.
+        queue: where everybody is.
+        now_s: the time, for policies that look at it.
+
+    Returns:
+        The queue after the plan was carried out, and the plan.
+    """
+    return _Round(policy, limits, queue, now_s).run()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostTable:
+    """What a device's work takes, in seconds; measured or assumed."""
+
+    step_s: tuple[float, ...]
+    """Entry n - 1: a step with n running requests."""
+    chunk_s: float
+    insert_s: float = 0.0
+    extract_s: float = 0.0
+
+    def __post_init__(self):
+        costs = (*self.step_s, self.chunk_s, self.insert_s, self.extract_s)
+        if not self.step_s or not all(cost >= 0 for cost in costs):
+            raise ValueError(
+                f"costs are seconds of at least 0, with one or more steps, got {self}; "
+                "measure them on the device"
+            )
+
+
+def token_gap_bound(*groups: CostTable) -> float:
+    """The longest time in seconds between two bursts of tokens of a running request.
+
+    A round reads one chunk, of one group, and makes a step of every group:
+
+        bound = GAP_SLACK x (chunk time + sum of the step times)
+
+    What else a round does must fit into the slack: a row may be moved out of a slot and
+    another one in.
+
+    Raises:
+        ValueError: moving rows takes longer than the slack, so the bound is false.
+    """
+    chunk = max(costs.chunk_s for costs in groups)
+    steps = sum(max(costs.step_s) for costs in groups)
+    moves = max(costs.insert_s + costs.extract_s for costs in groups)
+    bound = GAP_SLACK * (chunk + steps)
+    if chunk + steps + moves > bound:
+        raise ValueError(
+            f"moving rows takes {moves:.4g} s, more than the slack of "
+            f"{bound - chunk - steps:.4g} s in a round; use a larger prefill chunk, or "
+            "a smaller capacity"
+        )
+    return bound
+
+
+def _without_row(job: Job) -> Job:
+    return dataclasses.replace(job, has_row=False, num_read=0)
+
+
+class _Round:
+    """One decision, step by step; local to `schedule`."""
+
+    def __init__(self, policy: Policy, limits: Limits, queue: Queue, now_s: float):
+        self.limits = limits
+        self.queue = queue
+        self.rank: Callable[[Job], Any] = lambda job: policy.rank(job, now_s, limits)
+        self.is_preemptive = limits.preemption != "none"
+        self.drop: list[int] = []
+        self.extract: tuple[int, int] | None = None
+        self.begin: int | None = None
+
+    def run(self) -> tuple[Queue, Plan]:
+        self.choose()
+        job = self.queue.reading
+        if job is None:
+            return self.queue, self.plan()
+        read = insert = None
+        if job.num_unread > 0:
+            read = job.id
+            num = min(job.num_unread, self.limits.chunk)
+            job = dataclasses.replace(job, num_read=job.num_read + num)
+            self.queue = dataclasses.replace(self.queue, reading=job)
+        if job.num_unread == 0 and (slot := self.slot_for(job)) is not None:
+            insert = (job.id, slot)
+            self.queue = self.queue.remove(job.id)._with_slot(slot, job)
+        return self.queue, self.plan(read=read, insert=insert)
+
+    def plan(self, **rest) -> Plan:
+        return Plan(
+            drop=tuple(self.drop), extract=self.extract, begin=self.begin, **rest
+        )
+
+    def choose(self) -> None:
+        """Lets the best of the waiting be read, if it may."""
+        best = min(self.queue.waiting, key=self.rank, default=None)
+        reading = self.queue.reading
+        if best is None or not self.has_slot(best):
+            return
+        if reading is not None and not self.outranks(best, reading):
+            return
+        if not self.make_room(best):
+            return
+        reading = self.queue.reading
+        if reading is not None:
+            self.give_way(reading)
+        if not best.has_row:
+            self.begin = best.id
+        best = dataclasses.replace(best, has_row=True)
+        self.queue = dataclasses.replace(self.queue.remove(best.id), reading=best)
+
+    def has_slot(self, job: Job) -> bool:
+        """Whether a slot is free, or held by somebody who would give way."""
+        if None in self.queue.slots:
+            return True
+        return any(self.outranks(job, other) for other in self.queue.running)
+
+    def outranks(self, job: Job, other: Job) -> bool:
+        return self.is_preemptive and self.rank(job) < self.rank(other)
+
+    def make_room(self, job: Job) -> bool:
+        """Gives up rows until the KV budget holds the job; False if it cannot."""
+        queue, most = self.queue, self.limits.kv_tokens
+        if most is None or job.has_row:
+            return True
+        reading = () if queue.reading is None else (queue.reading,)
+        kept = [other for other in queue.waiting if other.has_row]
+        active = (*queue.running, *reading)
+        excess = sum(other.num_reserved for other in (*kept, *active))
+        excess += job.num_reserved - most
+        losers = [other for other in active if self.outranks(job, other)]
+        # Kept rows go first, since nobody runs in them; of each kind the last in rank.
+        kept.sort(key=self.rank, reverse=True)
+        losers.sort(key=self.rank, reverse=True)
+        given: list[Job] = []
+        for other in (*kept, *losers):
+            if excess > 0:
+                given.append(other)
+                excess -= other.num_reserved
+        if excess > 0:
+            return False
+        for other in given:
+            self.drop.append(other.id)
+            self.queue = self.queue._put_back(other, has_row=False)
+        return True
+
+    def give_way(self, job: Job) -> bool:
+        """Takes a job off its slot, or from being read; whether its row is kept."""
+        kept = sum(other.has_row for other in self.queue.waiting)
+        keeps = self.limits.preemption == "keep" and kept < self.limits.max_kept
+        if not keeps:
+            self.drop.append(job.id)
+        self.queue = self.queue._put_back(job, has_row=keeps)
+        return keeps
+
+    def slot_for(self, job: Job) -> int | None:
+        """A free slot, or that of the least of those who give way."""
+        if None in self.queue.slots:
+            return self.queue.slots.index(None)
+        worst = max(self.queue.running, key=self.rank)
+        if not self.outranks(job, worst):
+            return None
+        slot = self.queue.slots.index(worst)
+        if self.give_way(worst):
+            self.extract = (worst.id, slot)
+        return slot

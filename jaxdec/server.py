@@ -1,0 +1,345 @@
+"""Many requests at once: submitted, streamed and cancelled while others run.
+
+server = jaxdec.Server(lm, "lookup", num_slots=8)
+tickets = [server.submit(prompt, max_new_tokens=64) for prompt in prompts]
+server.run()
+print(tickets[0].text, tickets[0].record.ttft_s)
+
+A server has a number of slots on one compiled step (`jaxdec.batching`) and a policy
+that says whose turn it is (`jaxdec.scheduling`). With the rule ``match`` a request says
+what it says alone, whatever its neighbours, its slot and the time of its arrival.
+Different strategies are groups of slots with a step of their own each; one prefill
+chunk, of one group, goes before the steps of all.
+
+Nothing runs by itself: `Server.step` makes a round, and `run`, `stream` and `result`
+call it. A server belongs to one thread.
+"""
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from jaxdec import program
+from jaxdec.batching import SlotDevice
+from jaxdec.cache import round_capacity
+from jaxdec.call import Call, check
+from jaxdec.decoding import PREFILL_CHUNK
+from jaxdec.lm import LM
+from jaxdec.program import ProgramKey, make_request
+from jaxdec.rounding import COMMON
+from jaxdec.scheduling import Limits, Policy, Preemption, find_policy
+from jaxdec.serving_loop import ServingLoop
+from jaxdec.strategies import resolve
+from jaxdec.text import Generated, Piece
+from jaxdec.ticket import Ticket
+from jaxdec.types import LogitsProcessor, Request
+
+
+class Server:
+    """Serves requests of one model, as many at once as there are slots."""
+
+    def __init__(
+        self,
+        lm: LM,
+        strategy: Any = "greedy",
+        *,
+        num_slots: int | Sequence[int] = 8,
+        max_length: int = 512,
+        policy: str | Policy = "first_come",
+        preemption: Preemption = "none",
+        max_kept: int | None = None,
+        kv_tokens: int | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
+        num_stop_tokens: int = 4,
+        num_biases: int = 8,
+        processor: LogitsProcessor | None = None,
+    ):
+        """Compiles the steps, unless a server of the same shapes did before.
+
+        Args:
+            lm: from `jaxdec.load`.
+            strategy: a name or a configuration; several make a group of slots each.
+            num_slots: requests that run at once; of every group, or of each.
+            max_length: most tokens, prompt and output, of a request.
+            policy: a name of `jaxdec.scheduling.POLICIES`, or a policy.
+            preemption: whether a running request gives way to one that goes before it,
+                and how: "none", "recompute" or "keep".
+            max_kept: rows kept beside the slots of a group, with "keep"; None is as
+                many as slots. Beyond that, tokens are read again.
+            kv_tokens: most tokens that the requests of a group may come to hold, those
+                of waiting ones apart; None is what the slots hold.
+            prefill_chunk: prompt tokens that are read between two steps.
+            num_stop_tokens: most stop tokens of a request.
+            num_biases: most logit biases and bans of a request.
+            processor: custom logits processor of all requests.
+
+        Raises:
+            ValueError: options that make no sense together.
+        """
+        if lm.mesh is not None:
+            raise ValueError(
+                "a server runs on one device, but this model is on a mesh; load it "
+                "without mesh, or decode with jaxdec.generate"
+            )
+        if max_length > lm.config.max_positions:
+            raise ValueError(
+                f"max_length is {max_length}, but the model has "
+                f"{lm.config.max_positions} positions; give at most as many"
+            )
+        if preemption not in ("none", "recompute", "keep"):
+            raise ValueError(
+                f"preemption must be 'none', 'recompute' or 'keep', got {preemption!r}"
+            )
+        several = isinstance(strategy, Sequence) and not isinstance(strategy, str)
+        strategies = list(strategy) if several else [strategy]
+        counts = [num_slots] * len(strategies)
+        if not isinstance(num_slots, int):
+            counts = list(num_slots)
+        if not strategies or len(counts) != len(strategies):
+            raise ValueError(
+                f"there are {len(counts)} numbers of slots for {len(strategies)} "
+                "strategies; give one for each, or one for all"
+            )
+        self.lm = lm
+        self._num_bias_slots = num_biases
+        self._num_stop_slots = num_stop_tokens
+        self._groups: list[_Group] = []
+        for config, num in zip(strategies, counts, strict=True):
+            limits = Limits(
+                num_slots=num,
+                row_tokens=max_length,
+                chunk=prefill_chunk,
+                kv_tokens=kv_tokens,
+                preemption=preemption,
+                max_kept=num if max_kept is None else max_kept,
+            )
+            config = resolve(config, None, lm)
+            headroom = max(prefill_chunk, config.length + 1 + COMMON)
+            key = ProgramKey(
+                config=config,
+                batch_size=num,
+                capacity=round_capacity(max_length + headroom),
+                num_slots=1,
+                num_stop_slots=num_stop_tokens,
+                num_bias_slots=num_biases,
+                processor=processor,
+                prefill_chunk=prefill_chunk,
+            )
+            self._groups.append(_Group(lm, key, find_policy(policy), limits))
+        self._turn = 0
+        self._num_submitted = 0
+        self._is_stepping = False
+
+    def submit(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int = 128,
+        strategy: Any = None,
+        draft_length: int | None = None,
+        temperature: float | None = None,
+        seed: Any = 0,
+        stop: str | Sequence[str] = (),
+        stop_tokens: Sequence[int] | None = None,
+        chat: bool | None = None,
+        system: str | None = None,
+        priority: int = 0,
+        deadline_s: float = float("inf"),
+        on_piece: Callable[[Piece], Any] | None = None,
+        **sampling: Any,
+    ) -> Ticket:
+        """Takes a request; it runs in the rounds to come.
+
+        Args:
+            prompt: text, token ids, or role/content messages.
+            max_new_tokens: at most so many tokens.
+            strategy: which group of slots; None is the first.
+            draft_length: at most so many draft tokens a step, from 0 to those of the
+                strategy; None is all.
+            temperature: as for `jaxdec.generate`, like all that follow up to `system`.
+            seed: whole number or JAX key.
+            stop: stop strings.
+            stop_tokens: None takes the model's own.
+            chat: whether to apply the chat template to text.
+            system: system message.
+            priority: larger is more urgent, for the policy "priority".
+            deadline_s: on the clock of `time.perf_counter`, for the policy "deadline".
+            on_piece: called with every `Piece`. It may submit and cancel; if it raises,
+                its request is cancelled, and `Ticket.error` says why.
+            **sampling: see `jaxdec.sampling_params.make_sampling_params`.
+
+        Raises:
+            ValueError: bad input, or a request that could never fit.
+        """
+        group = self._group_of(strategy)
+        fixed = sorted(set(sampling) & _OF_SERVER)
+        if fixed:
+            raise ValueError(
+                f"option {fixed[0]!r} is compiled into a step, so a single request "
+                "cannot have it; leave it out, or decode with jaxdec.generate"
+            )
+        most = group.key.config.length
+        length = most if draft_length is None else draft_length
+        is_whole = isinstance(length, int) and not isinstance(length, bool)
+        if not is_whole or not 0 <= length <= most:
+            raise ValueError(
+                f"draft_length must be 0 to {most} for {group.key.config.name!r}, got "
+                f"{draft_length!r}; make the server with a longer strategy"
+            )
+        call = check(
+            self.lm,
+            prompt,
+            single=True,
+            strategy=group.key.config,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop=stop,
+            stop_tokens=stop_tokens,
+            chat=chat,
+            system=system,
+            num_bias_slots=self._num_bias_slots,
+            **sampling,
+        )
+        self._check_room(call)
+        ticket = Ticket(self.lm, call, on_piece)
+        group.loop.submit(
+            group.request(call, length),
+            job_id=self._num_submitted,
+            prompt_length=len(call.prompts[0]),
+            max_new_tokens=call.max_new_tokens[0],
+            client=ticket,
+            priority=priority,
+            deadline_s=deadline_s,
+        )
+        self._num_submitted += 1
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Ends a request at any time; whether there was anything to end."""
+        return any(group.loop.cancel(ticket.id) for group in self._groups)
+
+    def step(self) -> bool:
+        """One round: at most one prefill chunk, then a step of every group.
+
+        Returns:
+            Whether there was anything to do.
+        """
+        if self._is_stepping:
+            raise RuntimeError(
+                "a callback called the step that called it; submit and cancel there, "
+                "and step outside"
+            )
+        self._is_stepping = True
+        try:
+            moved = self._prepare()
+            ran = [group.loop.advance() for group in self._groups]
+        finally:
+            self._is_stepping = False
+        return moved or any(ran)
+
+    def run(self) -> None:
+        """Steps until all requests are done."""
+        while self.step():
+            pass
+
+    def result(self, ticket: Ticket) -> Generated:
+        """Steps until a request is done; what it said."""
+        while not ticket.is_done:
+            self.step()
+        return ticket.generated
+
+    def stream(self, ticket: Ticket) -> Generator[Piece, None, None]:
+        """Yields the pieces of a request, and steps where there are none yet.
+
+        Closing it cancels the request.
+        """
+        try:
+            while True:
+                while ticket.pieces:
+                    yield ticket.pieces.popleft()
+                if ticket.is_done:
+                    return
+                self.step()
+        finally:
+            self.cancel(ticket)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots of all groups that nobody runs in."""
+        return sum(group.loop.queue.slots.count(None) for group in self._groups)
+
+    def _prepare(self) -> bool:
+        """Lets the next group that has something to read, or to move, do so."""
+        num = len(self._groups)
+        for i in range(num):
+            which = (self._turn + i) % num
+            if self._groups[which].loop.prepare():
+                self._turn = which + 1
+                return True
+        return False
+
+    def _group_of(self, strategy: Any) -> "_Group":
+        if strategy is None:
+            return self._groups[0]
+        names = [group.key.config.name for group in self._groups]
+        for group in self._groups:
+            if strategy in (group.key.config, group.key.config.name):
+                return group
+        raise ValueError(
+            f"this server has no slots for strategy {strategy!r}; it has those of "
+            f"{', '.join(names)}"
+        )
+
+    def _check_room(self, call: Call) -> None:
+        """Raises ValueError for more stop tokens or biases than there is room for."""
+        num = len(call.stop_tokens[0])
+        if num > self._num_stop_slots:
+            raise ValueError(
+                f"the request has {num} stop tokens, but the server has room for "
+                f"{self._num_stop_slots}; make it with a larger num_stop_tokens"
+            )
+        if call.key.num_bias_slots > self._num_bias_slots:
+            raise ValueError(
+                f"the request has more than {self._num_bias_slots} biases and bans; "
+                "make the server with a larger num_biases"
+            )
+
+
+class _Group:
+    """The slots of one strategy."""
+
+    def __init__(self, lm: LM, key: ProgramKey, policy: Policy, limits: Limits):
+        self.key = key
+        batching, params = program.compile_slots(lm, key)
+        call = check(
+            lm,
+            [0],
+            strategy=key.config,
+            max_new_tokens=1,
+            num_bias_slots=key.num_bias_slots,
+        )
+        device = SlotDevice(batching, params, self.request(call, 0))
+        self.loop = ServingLoop(device, policy, limits, clock=time.perf_counter)
+
+    def request(self, call: Call, draft_length: int) -> Request:
+        """A checked call in the shapes of the compiled step."""
+        return make_request(
+            prompts=[list(call.prompts[0])],
+            max_new_tokens=[call.max_new_tokens[0]],
+            stop_tokens=[list(call.stop_tokens[0])],
+            seeds=[call.seeds[0]],
+            max_draft_length=draft_length,
+            sampling=call.request.sampling,
+            capacity=self.key.capacity,
+            num_stop_slots=self.key.num_stop_slots,
+        )
+
+
+_OF_SERVER = frozenset(
+    """
+    logprobs processed_logprobs processor exact output_format cancelled observe accept
+    capacity num_slots num_bias_slots
+    """.split()
+)
+"""Options of `jaxdec.generate` and `check` that no single request can have."""

@@ -1,0 +1,256 @@
+"""The host's side of continuous batching: rounds, deliveries, cancellation, records.
+
+A loop asks the scheduler what to do, has the device do it, and hands every request what
+it said. The device is behind a small protocol, so the same loop runs on an accelerator
+(`jaxdec.batching.SlotDevice`) and on a simulated clock (`jaxdec.simulation`).
+
+A request's *client* takes its tokens, may end it (at a stop string, say), and is then
+notified, when all is in order again. A notification is the caller's code: it may submit
+and cancel, and if it raises, only its own request ends. Its neighbours notice nothing.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxdec.batching import Emitted
+from jaxdec.latency import Burst, Record
+from jaxdec.scheduling import Job, Limits, Plan, Policy, Queue, check_fits, schedule
+from jaxdec.types import FinishReason
+
+
+@runtime_checkable
+class Client(Protocol):
+    """Whom a request is served for."""
+
+    def bind(self, served: "Served") -> None:
+        """Called first, and once."""
+        ...
+
+    def take(self, tokens: list[int], finish: FinishReason) -> tuple[int, FinishReason]:
+        """Takes what a step said, or nothing at the end of a cancelled request.
+
+        Returns:
+            How many of the tokens are kept, and why the request ends there, if so.
+        """
+        ...
+
+    def notify(self) -> None:
+        """Called after `take`, when records and slots are in order; may raise."""
+        ...
+
+
+@runtime_checkable
+class Device(Protocol):
+    """Where rows are read and slots are stepped; see `jaxdec.batching`."""
+
+    def begin(self, request: Any, said: Sequence[int]) -> Any:
+        """A row that has read nothing."""
+        ...
+
+    def read(self, row: Any) -> Any:
+        """The row after its next chunk."""
+        ...
+
+    def insert(self, row: Any, slot: int) -> None:
+        """Puts a row into a slot."""
+        ...
+
+    def extract(self, slot: int) -> Any:
+        """The row in a slot, to be kept."""
+        ...
+
+    def step(self, is_free: np.ndarray) -> Emitted:
+        """One round of the slots that are not free."""
+        ...
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Served:
+    """A request on its way through a loop."""
+
+    request: Any
+    """What the device takes."""
+    client: Client
+    record: Record
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    """What it said so far."""
+    row: Any = None
+    """While it has one beside the slots."""
+    error: Exception | None = None
+    """What its client raised when notified."""
+
+
+class ServingLoop:
+    """Requests on the slots of one device, round by round."""
+
+    def __init__(
+        self,
+        device: Device,
+        policy: Policy,
+        limits: Limits,
+        clock: Callable[[], float],
+    ):
+        self.device = device
+        self.policy = policy
+        self.limits = limits
+        self.clock = clock
+        self.queue = Queue(slots=(None,) * limits.num_slots)
+        self._served: dict[int, Served] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether some request is not done."""
+        return bool(self._served)
+
+    def submit(
+        self,
+        request: Any,
+        *,
+        job_id: int,
+        prompt_length: int,
+        max_new_tokens: int,
+        client: Client,
+        arrival_s: float | None = None,
+        priority: int = 0,
+        deadline_s: float = float("inf"),
+    ) -> Served:
+        """Takes a request in; it is read and run by the rounds to come.
+
+        Args:
+            request: for `Device.begin`.
+            job_id: its own number.
+            prompt_length: tokens.
+            max_new_tokens: tokens; 0 ends it at once.
+            client: takes its tokens.
+            arrival_s: when it arrived; None is now.
+            priority: see `scheduling.Job`.
+            deadline_s: see `scheduling.Job`.
+
+        Raises:
+            ValueError: it could never run.
+        """
+        check_fits(self.limits, prompt_length, max_new_tokens)
+        if arrival_s is None:
+            arrival_s = self.clock()
+        job = Job(
+            id=job_id,
+            arrival_s=arrival_s,
+            prompt_length=prompt_length,
+            max_new_tokens=max_new_tokens,
+            priority=priority,
+            deadline_s=deadline_s,
+        )
+        record = Record(id=job_id, arrival_s=arrival_s, prompt_length=prompt_length)
+        served = Served(request=request, client=client, record=record)
+        client.bind(served)
+        self._served[job_id] = served
+        self.queue = self.queue.submit(job)
+        if max_new_tokens == 0:
+            self._deliver(job_id, [], FinishReason.LENGTH)
+        return served
+
+    def cancel(self, job_id: int) -> bool:
+        """Ends a request wherever it is; whether there was anything to end."""
+        if job_id not in self._served:
+            return False
+        self._deliver(job_id, [], FinishReason.CANCELLED)
+        return True
+
+    def round(self) -> bool:
+        """At most one chunk, then a step of whoever runs; whether it did anything."""
+        moved = self.prepare()
+        return self.advance() or moved
+
+    def prepare(self) -> bool:
+        """Reads, moves and gives up rows as scheduled; whether there was anything."""
+        now = self.clock()
+        self.queue, plan = schedule(self.policy, self.limits, self.queue, now)
+        self._carry_out(plan, now)
+        return plan != Plan()
+
+    def advance(self) -> bool:
+        """A step of all running requests, and its delivery; whether any ran."""
+        running = [(slot, job.id) for slot, job in self._in_slots()]
+        if not running:
+            return False
+        is_free = np.array([job is None for job in self.queue.slots])
+        emitted = self.device.step(is_free)
+        now = self.clock()
+        for slot, job_id in running:
+            # The client of another may have ended this one.
+            job = self.queue.slots[slot]
+            if job is None or job.id != job_id:
+                continue
+            num = int(emitted.num_tokens[slot])
+            self.queue = self.queue.said(slot, num)
+            self._deliver(
+                job_id,
+                emitted.tokens[slot, :num].tolist(),
+                FinishReason(int(emitted.finish[slot])),
+                now,
+                int(emitted.num_drafted[slot]),
+                int(emitted.num_accepted[slot]),
+            )
+        return True
+
+    def _in_slots(self) -> Iterator[tuple[int, Job]]:
+        for slot, job in enumerate(self.queue.slots):
+            if job is not None:
+                yield slot, job
+
+    def _carry_out(self, plan: Plan, now: float) -> None:
+        """Does on the device what the scheduler decided."""
+        for job_id in plan.drop:
+            self._served[job_id].row = None
+            self._served[job_id].record.interruptions_s.append(now)
+        if plan.extract is not None:
+            job_id, slot = plan.extract
+            self._served[job_id].row = self.device.extract(slot)
+            self._served[job_id].record.interruptions_s.append(now)
+        if plan.begin is not None:
+            served = self._served[plan.begin]
+            served.row = self.device.begin(served.request, served.tokens)
+            if served.record.admitted_s is None:
+                served.record.admitted_s = now
+        if plan.read is not None:
+            served = self._served[plan.read]
+            served.row = self.device.read(served.row)
+        if plan.insert is not None:
+            job_id, slot = plan.insert
+            served = self._served[job_id]
+            self.device.insert(served.row, slot)
+            served.row = None
+
+    def _deliver(
+        self,
+        job_id: int,
+        tokens: list[int],
+        finish: FinishReason,
+        now: float | None = None,
+        num_drafted: int = 0,
+        num_accepted: int = 0,
+    ) -> None:
+        """Hands a request what it said, and takes it out when it is done."""
+        now = self.clock() if now is None else now
+        served = self._served[job_id]
+        kept, finish = served.client.take(tokens, finish)
+        served.tokens.extend(tokens[:kept])
+        if kept:
+            burst = Burst(now, kept, num_drafted, min(num_accepted, kept))
+            served.record.bursts.append(burst)
+        if finish != FinishReason.NONE:
+            # Its slot, its row and its place in the queue are free again.
+            del self._served[job_id]
+            self.queue = self.queue.remove(job_id)
+            served.row = None
+            served.record.finish = finish
+            served.record.finished_s = now
+        if served.error is None:
+            try:
+                served.client.notify()
+            except Exception as error:
+                served.error = error
+                self.cancel(job_id)

@@ -1,0 +1,395 @@
+"""Continuous batching on TINY: whoever comes, goes or sits beside, tokens are the same.
+
+The reference is plain decoding of each request alone, a batch of one.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from jaxdec import batching, scheduling
+from jaxdec.batching import SlotDevice
+from jaxdec.cache import KVCache
+from jaxdec.scheduling import Limits, Queue
+from jaxdec.serving_loop import ServingLoop
+from jaxdec.types import FinishReason
+
+BUFFER = 96
+NONE, CANCELLED = FinishReason.NONE, FinishReason.CANCELLED
+
+
+@functools.cache
+def functions(name, num_slots):
+    built = toy.method(name)
+    return batching.jit_slots(batching.slots(built.strategy, num_slots), toy.FAST)
+
+
+def request(rng):
+    """A request of any kind, and what the host must know of it."""
+    prompt = rng.integers(0, toy.VOCAB, rng.integers(1, 41)).tolist()
+    max_new = int(rng.integers(1, 25))
+    made = toy.make_request(
+        [prompt],
+        max_new=max_new,
+        stop=rng.integers(0, toy.VOCAB, rng.integers(0, 4)).tolist(),
+        seeds=[int(rng.integers(2**31))],
+        max_draft=int(rng.integers(0, toy.K + 1)),
+        buffer=BUFFER,
+        temperature=float(rng.choice([0.0, 0.7, 1.0])),
+        top_p=float(rng.choice([1.0, 0.9])),
+        repetition_penalty=float(rng.choice([1.0, 1.0, 1.2])),
+    )
+    return made, len(prompt), max_new
+
+
+@functools.cache
+def requests(num, seed):
+    rng = np.random.default_rng(seed)
+    return [request(rng) for _ in range(num)]
+
+
+@functools.cache
+def alone(num, seed):
+    """What plain decoding says to each request, and why it ends."""
+    built = toy.method("plain")
+    found = []
+    for made, _, _ in requests(num, seed):
+        state, _, _ = toy.run(built, made)
+        found.append((toy.tokens_of(state)[0], toy.reasons(state)[0]))
+    return found
+
+
+class Caller:
+    """Keeps what it is told, and may have something to do when notified."""
+
+    def __init__(self, on_notify=None):
+        self.on_notify = on_notify
+        self.num_notified = 0
+
+    def bind(self, served):
+        self.served = served
+
+    def take(self, tokens, finish):
+        return len(tokens), finish
+
+    def notify(self):
+        self.num_notified += 1
+        if self.on_notify is not None:
+            self.on_notify(self)
+
+    @property
+    def tokens(self):
+        return self.served.tokens
+
+    @property
+    def finish(self):
+        return self.served.record.finish
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def spoil(state, is_free):
+    """Fills free slots: NaN, lengths that are full, and tokens that end everything."""
+
+    def fill(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        bad = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 200
+        which = is_free.reshape(-1, *(1,) * (x.ndim - 1))
+        return jnp.where(which, jnp.asarray(bad, x.dtype), x)
+
+    return jax.tree.map(fill, state)
+
+
+class Bench:
+    """A loop on the slots of a method, its free slots spoiled before every round."""
+
+    def __init__(self, name, num_slots, policy="first_come", mode="none"):
+        self.built = toy.method(name)
+        example = toy.make_request([[1]], buffer=BUFFER)
+        self.device = SlotDevice(functions(name, num_slots), self.built.params, example)
+        limits = Limits(
+            num_slots=num_slots,
+            row_tokens=toy.CAPACITY - self.built.strategy.headroom,
+            chunk=toy.CHUNK,
+            preemption=mode,
+            max_kept=2,
+        )
+        ticks = itertools.count()
+        policy = scheduling.POLICIES[policy]
+        self.loop = ServingLoop(
+            self.device, policy, limits, clock=lambda: float(next(ticks))
+        )
+        self.ids = itertools.count()
+
+    def submit(self, made, prompt_length, max_new, on_notify=None, **kwargs):
+        caller = Caller(on_notify)
+        self.loop.submit(
+            made,
+            job_id=next(self.ids),
+            prompt_length=prompt_length,
+            max_new_tokens=max_new,
+            client=caller,
+            **kwargs,
+        )
+        return caller
+
+    def cancel(self, caller):
+        return self.loop.cancel(caller.served.record.id)
+
+    def round(self):
+        is_free = jnp.asarray([job is None for job in self.loop.queue.slots])
+        self.device.change(lambda state: spoil(state, is_free))
+        return self.loop.round()
+
+    def run(self):
+        while self.round():
+            pass
+
+    def assert_empty(self):
+        """Slots, rows and places in the queue came back."""
+        assert not self.loop.is_busy
+        assert self.loop.queue == Queue(slots=(None,) * self.loop.limits.num_slots)
+
+
+def serve(bench, num, seed, cancel_rate):
+    """Random arrivals and cancels at any time; the callers, in order of request."""
+    rng = np.random.default_rng(seed + 1)
+    order = rng.permutation(num).tolist()
+    callers = {}
+    while order or bench.loop.is_busy:
+        for _ in range(rng.poisson(0.7)):
+            if order:
+                index = order.pop()
+                callers[index] = bench.submit(
+                    *requests(num, seed)[index],
+                    priority=int(rng.integers(4)),
+                )
+        if callers and rng.random() < cancel_rate:
+            bench.cancel(callers[int(rng.choice(list(callers)))])
+        bench.round()
+    bench.assert_empty()
+    return [callers[index] for index in range(num)]
+
+
+def assert_as_alone(callers, num, seed):
+    """Every finished request says what it says alone; a cancelled one, a part of it."""
+    for caller, (tokens, reason) in zip(callers, alone(num, seed), strict=True):
+        if caller.finish == CANCELLED:
+            assert caller.tokens == tokens[: len(caller.tokens)]
+        else:
+            assert (caller.tokens, caller.finish) == (tokens, reason)
+        assert caller.served.record.num_tokens == len(caller.tokens)
+
+
+MIXES = [
+    ("first_come", "none"),
+    ("priority", "keep"),
+    ("priority", "recompute"),
+    ("shortest_remaining", "recompute"),
+]
+
+
+@pytest.mark.parametrize(("policy", "mode"), MIXES)
+def test_requests_say_what_they_say_alone(policy, mode):
+    num, seed = 24, 5
+    callers = serve(Bench("corrupted", 3, policy, mode), num, seed, cancel_rate=0.05)
+    assert_as_alone(callers, num, seed)
+    records = [caller.served.record for caller in callers]
+    cancelled = [caller.finish == CANCELLED for caller in callers]
+    assert 0 < sum(cancelled) < num / 3
+    assert any(r.interruptions_s for r in records) == (mode != "none")
+    bursts = [burst for r in records for burst in r.bursts]
+    assert max(b.num_accepted for b in bursts) == toy.K
+    assert min(b.num_drafted for b in bursts) == 0
+
+
+@pytest.mark.parametrize("name", ["corrupted", "lookup", "tree", "first_of"])
+@pytest.mark.parametrize("num_slots", [1, 3, 8])
+def test_five_hundred_requests(name, num_slots):
+    for policy, mode in MIXES:
+        bench = Bench(name, num_slots, policy, mode)
+        callers = serve(bench, 500, 6, cancel_rate=0.05)
+        assert_as_alone(callers, 500, 6)
+        assert sum(caller.finish != CANCELLED for caller in callers) > 350
+
+
+def test_a_row_may_leave_and_come_back_to_any_slot():
+    """Extract and insert are inverse, and a read that is done changes nothing."""
+    built = toy.method("corrupted")
+    slots = functions("corrupted", 3)
+    made, prompt_length, _ = requests(24, 5)[3]
+    expected = alone(24, 5)[3][0]
+    row = slots.begin(made, jnp.zeros(1, jnp.int32))
+    for _ in range(-(-prompt_length // toy.CHUNK)):
+        row = slots.read(built.params, row)
+    state, said, slot = slots.insert(slots.empty(), row, jnp.int32(0)), [], 0
+    while len(said) < len(expected):
+        is_free = jnp.arange(3) != slot
+        state, emitted = slots.step(built.params, state, is_free)
+        assert np.asarray(emitted.num_tokens)[np.asarray(is_free)].tolist() == [0, 0]
+        num = int(emitted.num_tokens[slot])
+        said += np.asarray(emitted.tokens)[slot, :num].tolist()
+        row, slot = slots.extract(state, jnp.int32(slot)), (slot + 1) % 3
+        row = slots.read(built.params, row)
+        state = slots.insert(slots.empty(), row, jnp.int32(slot))
+    assert said == expected
+
+
+def find(bench, caller):
+    """Where a request is."""
+    number = caller.served.record.id
+    queue = bench.loop.queue
+    if number in [job.id for job in queue.waiting]:
+        return "waiting"
+    if queue.reading is not None and queue.reading.id == number:
+        return "reading"
+    if number in [job.id for job in queue.running]:
+        return "running"
+    return "gone"
+
+
+def prompt_of(length, max_new, seed):
+    tokens = np.random.default_rng(seed).integers(0, toy.VOCAB, length).tolist()
+    made = toy.make_request([tokens], max_new=max_new, seeds=[seed], buffer=BUFFER)
+    return made, length, max_new
+
+
+def test_cancelled_at_every_point():
+    """Queued, in prefill, between steps, after the end, twice; neighbours go on."""
+    bench = Bench("corrupted", 3)
+    neighbours = [bench.submit(*prompt_of(3, 24, seed)) for seed in (0, 1)]
+    for _ in range(2):
+        bench.round()
+    reading = bench.submit(*prompt_of(40, 20, 2))
+    queued = bench.submit(*prompt_of(5, 20, 3))
+    bench.round()
+    assert find(bench, reading) == "reading" and find(bench, queued) == "waiting"
+    assert bench.cancel(queued) and bench.cancel(reading)
+    assert not bench.cancel(queued) and not bench.cancel(reading)
+    running = bench.submit(*prompt_of(5, 20, 4))
+    bench.round()
+    assert find(bench, running) == "running"
+    assert bench.cancel(running) and not bench.cancel(running)
+    assert bench.loop.queue.slots.count(None) == 1
+    # A late joiner gets all its tokens, in a slot that somebody left.
+    late = bench.submit(*prompt_of(30, 24, 5))
+    bench.run()
+    assert not bench.cancel(neighbours[0])
+    bench.assert_empty()
+    gone = (queued, reading, running)
+    assert [caller.finish for caller in gone] == [CANCELLED] * 3
+    assert [len(caller.tokens) for caller in gone[:2]] == [0, 0]
+    assert len(running.tokens) > 0
+    for caller, args in (
+        *zip(neighbours, [(3, 24, 0), (3, 24, 1)], strict=True),
+        (late, (30, 24, 5)),
+    ):
+        expected = toy.plain(prompt_of(*args)[0])[0]
+        assert (caller.tokens, caller.finish) == (expected, FinishReason.LENGTH)
+
+
+def breaks(caller):
+    raise RuntimeError("the caller's own fault")
+
+
+def test_an_exception_in_a_callback_is_its_requests_own():
+    bench = Bench("corrupted", 3)
+    args = [(3, 12, seed) for seed in range(3)]
+    broken = bench.submit(*prompt_of(*args[0]), on_notify=breaks)
+    # One that cancels its neighbour and itself, from within a delivery.
+    victim = bench.submit(*prompt_of(*args[1]))
+
+    def cancels(caller):
+        bench.cancel(victim)
+        bench.cancel(caller)
+
+    canceller = bench.submit(*prompt_of(*args[1]), on_notify=cancels)
+    submitted = []
+
+    def submits(caller):
+        if not submitted:
+            submitted.append(bench.submit(*prompt_of(*args[2])))
+
+    first = bench.submit(*prompt_of(*args[2]), on_notify=submits)
+    bench.run()
+    bench.assert_empty()
+    assert str(broken.served.error) == "the caller's own fault"
+    assert (broken.finish, broken.num_notified) == (CANCELLED, 1)
+    assert [victim.finish, canceller.finish] == [CANCELLED] * 2
+    assert 0 < len(canceller.tokens) < 12
+    expected = toy.plain(prompt_of(*args[2])[0])[0]
+    assert first.tokens == submitted[0].tokens == expected
+
+
+def test_what_cannot_run_is_refused_and_what_asks_for_nothing_is_done():
+    bench = Bench("corrupted", 3)
+    neighbour = bench.submit(*prompt_of(3, 12, 0))
+    bench.round()
+    with pytest.raises(ValueError, match=r"a slot holds \d+; shorten the prompt"):
+        bench.submit(*prompt_of(90, 200, 1))
+    nothing = bench.submit(*prompt_of(3, 0, 0))
+    assert (nothing.finish, nothing.tokens) == (FinishReason.LENGTH, [])
+    bench.run()
+    bench.assert_empty()
+    assert neighbour.tokens == toy.plain(prompt_of(3, 12, 0)[0])[0]
+
+
+@pytest.mark.parametrize("name", ["lookup", "corrupted"])
+def test_two_thousand_requests_come_and_go(name):
+    """Cancels at every point, callbacks that raise, requests that cannot fit."""
+    rng = np.random.default_rng(9)
+    cases = [(int(rng.integers(1, 40)), int(rng.integers(1, 9)), s) for s in range(40)]
+    expected = [toy.plain(prompt_of(*case)[0])[0] for case in cases]
+    bench = Bench(name, 3, "priority", "keep")
+    callers, points = [], set()
+    while len(callers) < 2000 or bench.loop.is_busy:
+        for _ in range(rng.poisson(0.6) if len(callers) < 2000 else 0):
+            which = int(rng.integers(len(cases)))
+            raises = rng.random() < 0.05
+            caller = bench.submit(
+                *prompt_of(*cases[which]),
+                on_notify=breaks if raises else None,
+                priority=int(rng.integers(3)),
+            )
+            callers.append((caller, expected[which], raises))
+        if rng.random() < 0.02:
+            with pytest.raises(ValueError, match="cannot|holds"):
+                bench.submit(*prompt_of(90, 200, 1))
+        if callers and rng.random() < 0.3:
+            caller = callers[-int(rng.integers(1, 12)) % len(callers)][0]
+            points.add(find(bench, caller))
+            assert bench.cancel(caller) == (points and not caller.finish == NONE)
+            assert not bench.cancel(caller)
+        bench.round()
+    bench.assert_empty()
+    assert points == {"waiting", "reading", "running", "gone"}
+    for caller, tokens, raises in callers:
+        if caller.finish == CANCELLED:
+            assert caller.tokens == tokens[: len(caller.tokens)]
+        else:
+            assert caller.tokens == tokens and not raises
+    assert sum(caller.finish != CANCELLED for caller, _, _ in callers) > 1000
+
+
+def test_slots_are_compiled_once():
+    """Other values, slots and neighbours compile nothing."""
+    slots = functions("corrupted", 3)
+    serve(Bench("corrupted", 3), 24, 5, cancel_rate=0.1)
+    assert {f._cache_size() for f in slots} == {1}
+
+
+def test_a_free_slot_is_finished_and_attends_nothing():
+    state = functions("corrupted", 3).empty()
+    assert np.all(np.asarray(state.sequences.finish) == FinishReason.LENGTH)
+    caches = [
+        x
+        for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, KVCache))
+        if isinstance(x, KVCache)
+    ]
+    assert len(caches) == 2
+    assert all(np.all(np.asarray(cache.length) == 0) for cache in caches)
