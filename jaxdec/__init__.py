@@ -28,6 +28,7 @@ from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import init_params, make_model
 from jaxdec.report.comparison import Comparison
 from jaxdec.sampling_params import make_sampling_params
+from jaxdec.server import Server
 from jaxdec.strategies import (
     StrategyConfig,
     draft_model,
@@ -37,6 +38,7 @@ from jaxdec.strategies import (
     self_draft,
 )
 from jaxdec.text import Generated, Outputs, Piece, generate, stream
+from jaxdec.ticket import Ticket
 from jaxdec.trained import (
     add_drafter,
     dflash,
@@ -80,6 +82,8 @@ __all__ = [
     "Generated",
     "Outputs",
     "Piece",
+    "Server",
+    "Ticket",
     "certify",
     "compare",
     "generate",

@@ -1,4 +1,4 @@
-"""Who is read and who runs: policies as data in, data out.
+"""Who is read and who runs next: data in, data out.
 
 A scheduler sees no model and no array. It is given a `Queue` of `Job` records and the
 time, and returns the queue as it will be and a `Plan` of what to do to get there. The
@@ -8,15 +8,8 @@ A *round* is at most one prefill chunk, then one step of all running requests. S
 running request never waits longer for its next token than a chunk and a step take
 (`token_gap_bound`), however long the prompts are that arrive.
 
-A policy is a rank, smallest first:
-
-    first_come            by arrival
-    priority              larger `Job.priority` first
-    shortest_remaining    fewest rounds left at most: chunks to read, tokens to say
-    deadline              earliest deadline first
-
-Ties go to the earlier arrival. `patient` lets nobody starve. The best request is never
-passed over for one that happens to fit: it is waited for.
+Who goes first is up to the policy (`jaxdec.policies`). The best request is never passed
+over for one that happens to fit: it is waited for.
 
 With preemption a running request gives way to a waiting one of strictly smaller rank.
 Nothing is lost: "recompute" keeps its tokens and reads them again later, "keep" keeps
@@ -25,147 +18,13 @@ token depends on its position alone.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-Preemption = Literal["none", "recompute", "keep"]
+from jaxdec.policies import Job, Limits, Policy
 
 GAP_SLACK = 1.25
 """What copying a row, the host's own work and jitter may add to a round."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
-    """What a scheduler knows of a request. Sizes are in tokens, times in seconds."""
-
-    id: int
-    arrival_s: float
-    prompt_length: int
-    max_new_tokens: int
-    priority: int = 0
-    """Larger is more urgent."""
-    deadline_s: float = math.inf
-    num_said: int = 0
-    """Tokens emitted so far."""
-    num_read: int = 0
-    """Tokens of prompt and output that its row has read."""
-    has_row: bool = False
-    """Whether it has a row, in a slot or beside the slots."""
-
-    @property
-    def num_unread(self) -> int:
-        """Tokens to read before it can run; the last one said is read by a step."""
-        return self.prompt_length + self.num_said - 1 - self.num_read
-
-    @property
-    def num_reserved(self) -> int:
-        """Tokens that it may come to hold: what admission counts."""
-        return self.prompt_length + self.max_new_tokens
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What the device has to give."""
-
-    num_slots: int
-    row_tokens: int
-    """Most tokens, prompt and output, that a row has room for."""
-    chunk: int
-    """Tokens that a prefill chunk reads."""
-    kv_tokens: int | None = None
-    """Most tokens reserved by all requests that have a row; None is no limit but that
-    of the rows."""
-    preemption: Preemption = "none"
-    max_kept: int = 0
-    """Rows that may be kept beside the slots for requests that gave way."""
-
-    def rounds_left(self, job: Job) -> int:
-        """Rounds that a job needs at most: a chunk or a token each."""
-        chunks = -(-job.num_unread // self.chunk)
-        return chunks + job.max_new_tokens - job.num_said
-
-
-Rank = Callable[[Job, float, Limits], tuple]
-"""``(job, now_s, limits) -> rank``; the smallest goes first."""
-
-
-class Policy(NamedTuple):
-    """An order of service."""
-
-    name: str
-    rank: Rank
-
-
-def _arrival(job: Job, now_s: float, limits: Limits) -> tuple:
-    del now_s, limits
-    return job.arrival_s, job.id
-
-
-def _priority(job: Job, now_s: float, limits: Limits) -> tuple:
-    return -job.priority, *_arrival(job, now_s, limits)
-
-
-def _shortest(job: Job, now_s: float, limits: Limits) -> tuple:
-    return limits.rounds_left(job), *_arrival(job, now_s, limits)
-
-
-def _deadline(job: Job, now_s: float, limits: Limits) -> tuple:
-    return job.deadline_s, *_arrival(job, now_s, limits)
-
-
-POLICIES = {
-    policy.name: policy
-    for policy in (
-        Policy("first_come", _arrival),
-        Policy("priority", _priority),
-        Policy("shortest_remaining", _shortest),
-        Policy("deadline", _deadline),
-    )
-}
-
-
-def patient(policy: Policy, patience_s: float) -> Policy:
-    """The same policy, but what arrived `patience_s` ago goes first, oldest first."""
-
-    def rank(job: Job, now_s: float, limits: Limits) -> tuple:
-        if now_s - job.arrival_s >= patience_s:
-            return 0, *_arrival(job, now_s, limits)
-        return 1, *policy.rank(job, now_s, limits)
-
-    return Policy(f"patient {policy.name}", rank)
-
-
-def find_policy(policy: str | Policy) -> Policy:
-    """The policy of a name, or a policy as it is.
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    if isinstance(policy, Policy):
-        return policy
-    if policy not in POLICIES:
-        raise ValueError(
-            f"unknown policy {policy!r}; use one of {', '.join(POLICIES)}, or a "
-            "scheduling.Policy"
-        )
-    return POLICIES[policy]
-
-
-def check_fits(limits: Limits, prompt_length: int, max_new_tokens: int) -> None:
-    """Raises ValueError for a request that could never run."""
-    need = prompt_length + max_new_tokens
-    told = f"{need} tokens ({prompt_length} of prompt + {max_new_tokens} new)"
-    if need > limits.row_tokens:
-        raise ValueError(
-            f"the request needs {told}, but a slot holds {limits.row_tokens}; shorten "
-            "the prompt, lower max_new_tokens, or give the server a larger capacity"
-        )
-    if limits.kv_tokens is not None and need > limits.kv_tokens:
-        raise ValueError(
-            f"the request needs {told}, but the KV budget is {limits.kv_tokens}; "
-            "shorten the prompt, lower max_new_tokens, or raise kv_tokens"
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -338,8 +197,10 @@ class _Round:
 
     def choose(self) -> None:
         """Lets the best of the waiting be read, if it may."""
+        reading, is_full = self.queue.reading, None not in self.queue.slots
+        if not self.is_preemptive and (reading is not None or is_full):
+            return  # Nobody gives way: no need to look at the waiting.
         best = min(self.queue.waiting, key=self.rank, default=None)
-        reading = self.queue.reading
         if best is None or not self.has_slot(best):
             return
         if reading is not None and not self.outranks(best, reading):

@@ -25,9 +25,9 @@ from jaxdec.cache import round_capacity
 from jaxdec.call import Call, check
 from jaxdec.decoding import PREFILL_CHUNK
 from jaxdec.lm import LM
+from jaxdec.policies import Limits, Policy, find_policy
 from jaxdec.program import ProgramKey, make_request
 from jaxdec.rounding import COMMON
-from jaxdec.scheduling import Limits, Policy, Preemption, find_policy
 from jaxdec.serving_loop import ServingLoop
 from jaxdec.strategies import resolve
 from jaxdec.text import Generated, Piece
@@ -46,7 +46,7 @@ class Server:
         num_slots: int | Sequence[int] = 8,
         max_length: int = 512,
         policy: str | Policy = "first_come",
-        preemption: Preemption = "none",
+        preemption: str = "none",
         max_kept: int | None = None,
         kv_tokens: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
@@ -61,7 +61,7 @@ class Server:
             strategy: a name or a configuration; several make a group of slots each.
             num_slots: requests that run at once; of every group, or of each.
             max_length: most tokens, prompt and output, of a request.
-            policy: a name of `jaxdec.scheduling.POLICIES`, or a policy.
+            policy: a name of `jaxdec.policies.POLICIES`, or a policy.
             preemption: whether a running request gives way to one that goes before it,
                 and how: "none", "recompute" or "keep".
             max_kept: rows kept beside the slots of a group, with "keep"; None is as
@@ -85,10 +85,6 @@ class Server:
             raise ValueError(
                 f"max_length is {max_length}, but the model has "
                 f"{lm.config.max_positions} positions; give at most as many"
-            )
-        if preemption not in ("none", "recompute", "keep"):
-            raise ValueError(
-                f"preemption must be 'none', 'recompute' or 'keep', got {preemption!r}"
             )
         several = isinstance(strategy, Sequence) and not isinstance(strategy, str)
         strategies = list(strategy) if several else [strategy]

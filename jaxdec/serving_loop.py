@@ -17,7 +17,8 @@ import numpy as np
 
 from jaxdec.batching import Emitted
 from jaxdec.latency import Burst, Record
-from jaxdec.scheduling import Job, Limits, Plan, Policy, Queue, check_fits, schedule
+from jaxdec.policies import Job, Limits, Policy, check_fits
+from jaxdec.scheduling import Plan, Queue, schedule
 from jaxdec.types import FinishReason
 
 
@@ -126,8 +127,8 @@ class ServingLoop:
             max_new_tokens: tokens; 0 ends it at once.
             client: takes its tokens.
             arrival_s: when it arrived; None is now.
-            priority: see `scheduling.Job`.
-            deadline_s: see `scheduling.Job`.
+            priority: see `policies.Job`.
+            deadline_s: see `policies.Job`.
 
         Raises:
             ValueError: it could never run.

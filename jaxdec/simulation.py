@@ -19,7 +19,8 @@ from jaxtyping import Float, Int
 from jaxdec.batching import Emitted
 from jaxdec.counts import Number
 from jaxdec.latency import Record
-from jaxdec.scheduling import CostTable, Limits, Policy
+from jaxdec.policies import Limits, Policy
+from jaxdec.scheduling import CostTable
 from jaxdec.serving_loop import Served, ServingLoop
 from jaxdec.types import FinishReason
 

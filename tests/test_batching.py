@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import toy
 
-from jaxdec import batching, scheduling
+from jaxdec import batching, policies
 from jaxdec.batching import SlotDevice
 from jaxdec.cache import KVCache
-from jaxdec.scheduling import Limits, Queue
+from jaxdec.policies import Limits
+from jaxdec.scheduling import Queue
 from jaxdec.serving_loop import ServingLoop
 from jaxdec.types import FinishReason
 
@@ -120,9 +121,11 @@ class Bench:
             max_kept=2,
         )
         ticks = itertools.count()
-        policy = scheduling.POLICIES[policy]
         self.loop = ServingLoop(
-            self.device, policy, limits, clock=lambda: float(next(ticks))
+            self.device,
+            policies.POLICIES[policy],
+            limits,
+            clock=lambda: float(next(ticks)),
         )
         self.ids = itertools.count()
 

@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from jaxdec import scheduling, simulation
+from jaxdec import policies, scheduling, simulation
 from jaxdec.latency import Burst, Objective, Record, summarise
-from jaxdec.scheduling import CostTable, Job, Limits, Plan, Queue, schedule
+from jaxdec.policies import Job, Limits
+from jaxdec.scheduling import CostTable, Plan, Queue, schedule
 from jaxdec.serving_loop import ServingLoop
 from jaxdec.simulation import Arrival, simulate
 from jaxdec.types import FinishReason
@@ -31,7 +32,7 @@ def begun(policy, jobs, limits=LIMITS, now=100.0, slots=None):
     )
     order = []
     while queue.waiting or queue.reading:
-        queue, plan = schedule(scheduling.find_policy(policy), limits, queue, now)
+        queue, plan = schedule(policies.find_policy(policy), limits, queue, now)
         if plan.insert is not None:
             order.append(plan.insert[0])
     return order
@@ -61,19 +62,19 @@ def test_policies_say_who_goes_first(policy, order):
 def test_patience_goes_before_priority():
     jobs = [job(0), job(1), job(2, priority=5), job(3, priority=9)]
     for patience, order in ((98.5, [0, 1, 3, 2]), (200.0, [3, 2, 0, 1])):
-        policy = scheduling.patient(scheduling.POLICIES["priority"], patience)
+        policy = policies.patient(policies.POLICIES["priority"], patience)
         assert begun(policy, jobs) == order
 
 
 def test_ties_go_to_the_earlier_request():
     jobs = [job(number, arrival_s=1.0) for number in (2, 0, 1)]
-    for policy in scheduling.POLICIES:
+    for policy in policies.POLICIES:
         assert begun(policy, jobs) == [0, 1, 2]
 
 
 def test_one_chunk_a_round_and_no_more():
     queue = Queue(waiting=(job(0, prompt=34), job(1, prompt=17)), slots=(None, None))
-    policy = scheduling.POLICIES["first_come"]
+    policy = policies.POLICIES["first_come"]
     plans = []
     for _ in range(5):
         queue, plan = schedule(policy, LIMITS, queue, 0.0)
@@ -93,7 +94,7 @@ def test_giving_way(mode):
     """The least of the running gives way, and only to a strictly better one."""
     limits = dataclasses.replace(LIMITS, num_slots=2, preemption=mode, max_kept=1)
     running = job(0, priority=2, has_row=True), job(1, priority=1, has_row=True)
-    policy = scheduling.POLICIES["priority"]
+    policy = policies.POLICIES["priority"]
     queue = Queue(waiting=(job(2, priority=1),), slots=running)
     assert schedule(policy, limits, queue, 5.0) == (queue, Plan())
     queue = Queue(waiting=(job(3, priority=3),), slots=running).said(1, 7)
@@ -122,7 +123,7 @@ def test_the_kv_budget_is_waited_for_and_never_passed_over():
     limits = dataclasses.replace(LIMITS, kv_tokens=100)
     queue = Queue(slots=(job(0, new=59, has_row=True), None, None, None))
     queue = queue.submit(job(1, new=49)).submit(job(2, new=9))
-    policy = scheduling.POLICIES["first_come"]
+    policy = policies.POLICIES["first_come"]
     assert schedule(policy, limits, queue, 9.0) == (queue, Plan())
     _, plan = schedule(policy, limits, queue.remove(1), 9.0)
     assert plan.insert == (2, 1)
@@ -131,14 +132,14 @@ def test_the_kv_budget_is_waited_for_and_never_passed_over():
 
 
 def test_a_request_that_cannot_fit_is_refused():
-    scheduling.check_fits(LIMITS, 500, 100)
+    policies.check_fits(LIMITS, 500, 100)
     with pytest.raises(ValueError, match=r"601 tokens .*a slot holds 600; shorten"):
-        scheduling.check_fits(LIMITS, 500, 101)
+        policies.check_fits(LIMITS, 500, 101)
     limits = dataclasses.replace(LIMITS, kv_tokens=550)
     with pytest.raises(ValueError, match=r"551 tokens .*budget is 550; shorten"):
-        scheduling.check_fits(limits, 500, 51)
+        policies.check_fits(limits, 500, 51)
     with pytest.raises(ValueError, match="unknown policy 'fair'; use one of first"):
-        scheduling.find_policy("fair")
+        policies.find_policy("fair")
 
 
 def test_the_bound_is_a_chunk_and_the_steps_with_slack():
@@ -158,7 +159,7 @@ def test_b59_long_prompts_do_not_starve_a_running_request():
         Arrival(arrival_s=0.5 + i, prompt_length=64, output_length=2)
         for i in range(200)
     ]
-    records = simulate(arrivals, scheduling.POLICIES["first_come"], LIMITS, COSTS)
+    records = simulate(arrivals, policies.POLICIES["first_come"], LIMITS, COSTS)
     gaps = np.array(records[0].token_gaps_s)
     assert len(gaps) == 399
     assert gaps.max() <= 1.6 + 0.3 + 1.2 + 1e-9  # Two run at once, at most.
@@ -203,7 +204,7 @@ def test_every_policy_keeps_the_bound_and_loses_nothing(mode, monkeypatch):
 
     monkeypatch.setattr(ServingLoop, "prepare", watched)
     waits = {}
-    for name, policy in scheduling.POLICIES.items():
+    for name, policy in policies.POLICIES.items():
         records = simulate(
             arrivals, policy, limits, COSTS, acceptance=(0.8, 0.6, 0.4), seed=5
         )
@@ -237,7 +238,7 @@ def test_first_come_waits_as_queueing_theory_says():
     )
     limits = Limits(num_slots=1, row_tokens=600, chunk=16)
     costs = CostTable(step_s=(service_s,), chunk_s=1.0)
-    policy = scheduling.POLICIES["first_come"]
+    policy = policies.POLICIES["first_come"]
     records = simulate(arrivals, policy, limits, costs)
     waits = np.array([record.queue_wait_s for record in records])
     error = waits.reshape(20, -1).mean(axis=1).std(ddof=1) / math.sqrt(20)
@@ -260,7 +261,7 @@ def test_arrivals_and_lengths_are_what_they_say():
         simulation.poisson_times(0, 1, 0)
     with pytest.raises(ValueError, match="up to 1 requests, but there are 4 slots"):
         one = CostTable(step_s=(1.0,), chunk_s=1.0)
-        simulate((), scheduling.POLICIES["priority"], LIMITS, one)
+        simulate((), policies.POLICIES["priority"], LIMITS, one)
 
 
 def test_the_quantities_of_a_record():
@@ -292,7 +293,7 @@ def test_the_quantities_of_a_record():
 
 def test_no_job_gives_way_in_a_circle():
     """Whoever is served, each round makes progress: nobody is moved for nothing."""
-    for mode, name in itertools.product(MODES, scheduling.POLICIES):
+    for mode, name in itertools.product(MODES, policies.POLICIES):
         limits = Limits(
             num_slots=2, row_tokens=600, chunk=16, kv_tokens=250, preemption=mode
         )
@@ -304,6 +305,6 @@ def test_no_job_gives_way_in_a_circle():
             )
             for a in bursty_load(30, 8)
         ]
-        records = simulate(arrivals, scheduling.POLICIES[name], limits, COSTS)
+        records = simulate(arrivals, policies.POLICIES[name], limits, COSTS)
         # Each arrival makes at most one other give way, for a slot and for memory.
         assert sum(len(r.interruptions_s) for r in records) <= 3 * len(arrivals)

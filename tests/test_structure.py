@@ -16,8 +16,15 @@ LEVELS = {
     2: ("acceptance", "draft_length", "models", "verification"),
     3: ("drafters",),
     4: ("decoding",),
-    5: ("io", "planning", "batching", "counts", "statistics", "scheduling", "latency"),
-    6: ("evidence", "certificate", "advice", "serving_loop", "simulation"),
+    5: ("io", "planning", "batching", "counts", "statistics", "latency", "policies"),
+    6: (
+        "evidence",
+        "certificate",
+        "advice",
+        "scheduling",
+        "serving_loop",
+        "simulation",
+    ),
     7: (
         "lm",
         "loaded_drafter",

@@ -1,0 +1,161 @@
+"""Serving text on a tiny model with a byte tokenizer: as `generate`, and when."""
+
+import functools
+
+import pytest
+from helpers_tiny import write_model
+
+import jaxdec
+from jaxdec.types import FinishReason
+
+PROMPTS = ["abcabcabcabc", "the cat and the cat and", "x", "one two three " * 4]
+LOOKUP = jaxdec.lookup(3)
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory):
+    return jaxdec.load(write_model(tmp_path_factory.mktemp("tiny")), dtype="float32")
+
+
+@pytest.fixture
+def server(lm):
+    """Two groups of slots; compiled once, for the model keeps what it compiled."""
+    return jaxdec.Server(
+        lm, [LOOKUP, "sample"], num_slots=[2, 1], max_length=100, prefill_chunk=16
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(lm):
+    """What plain decoding says, four requests at a time."""
+
+    @functools.cache
+    def generate(stop=(), **options):
+        return jaxdec.generate(
+            lm,
+            PROMPTS,
+            strategy="sample",
+            max_new_tokens=[9, 24, 17, 20],
+            temperature=[0.0, 0.8, 0.8, 0.0],
+            seed=[1, 2, 1, 4],
+            stop=[list(stop)] * 4,
+            **options,
+        )
+
+    return generate
+
+
+def submit_all(server, **options):
+    """The requests of `plain`, in both groups, some with fewer draft tokens."""
+    wanted = [(9, 0.0, 1), (24, 0.8, 2), (17, 0.8, 1), (20, 0.0, 4)]
+    where = [("sample", None), (LOOKUP, 1), (LOOKUP, None), (None, 0)]
+    return [
+        server.submit(
+            prompt,
+            max_new_tokens=max_new,
+            temperature=temperature,
+            seed=seed,
+            strategy=strategy,
+            draft_length=length,
+            **options,
+        )
+        for prompt, (max_new, temperature, seed), (strategy, length) in zip(
+            PROMPTS, wanted, where, strict=True
+        )
+    ]
+
+
+def test_a_server_says_what_generate_says(server, plain):
+    tickets = submit_all(server)
+    server.run()
+    assert [ticket.generated for ticket in tickets] == list(plain())
+    assert server.num_free_slots == 3
+    for ticket in tickets:
+        record = ticket.record
+        times = [record.arrival_s, record.admitted_s, record.bursts[0].time_s]
+        assert times == sorted(times) and record.finished_s >= times[-1]
+        assert record.num_tokens == len(ticket.tokens)
+    assert all(burst.num_drafted == 0 for burst in tickets[3].record.bursts)
+
+
+def test_stop_strings_end_a_request_and_only_that(server, plain):
+    """Also where a step emits more than the string, which then is cut."""
+    free = plain()
+    stop = tuple(item.text[3:5] for item in free[1:3])
+    assert all(len(string) == 2 for string in stop)
+    expected = plain(stop=stop)
+    assert [item.finish_reason for item in expected].count("stop_string") >= 2
+    tickets = submit_all(server, stop=list(stop))
+    streamed = "".join(piece.text for piece in server.stream(tickets[1]))
+    server.run()
+    assert [ticket.generated for ticket in tickets] == list(expected)
+    assert streamed == expected[1].text
+
+
+def test_streams_take_turns_and_may_be_closed(server, plain):
+    """A stream that is closed cancels its request; the others go on."""
+    tickets = submit_all(server)
+    first, second, third = (server.stream(ticket) for ticket in tickets[1:])
+    pieces = [next(first)]
+    next(second)
+    second.close()
+    pieces += list(first)
+    assert "".join(piece.text for piece in pieces) == plain()[1].text
+    assert tuple(t for piece in pieces for t in piece.tokens) == plain()[1].tokens
+    assert [p.finish_reason for p in pieces if p.finish_reason] == ["length"]
+    assert tickets[2].finish_reason == "cancelled"
+    assert tickets[2].tokens == plain()[2].tokens[: len(tickets[2].tokens)]
+    assert list(third)[-1].finish_reason == plain()[3].finish_reason
+    assert server.result(tickets[0]) == plain()[0]
+    assert not server.step() and server.num_free_slots == 3
+
+
+def test_callbacks_hear_every_piece_and_break_only_their_own(server, plain):
+    heard = []
+    ticket = server.submit(
+        PROMPTS[0], max_new_tokens=9, seed=1, temperature=0.0, on_piece=heard.append
+    )
+    steps = server.submit(PROMPTS[2], on_piece=lambda piece: server.step())
+    nothing = server.submit(PROMPTS[2], max_new_tokens=0, on_piece=heard.append)
+    assert nothing.finish_reason == "length" and heard.pop().tokens == ()
+    server.run()
+    assert "".join(piece.text for piece in heard) == ticket.text == plain()[0].text
+    assert isinstance(steps.error, RuntimeError) and "step outside" in str(steps.error)
+    assert steps.finish_reason == "cancelled" and ticket.error is None
+    assert not server.cancel(steps) and server.num_free_slots == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "told"),
+    [
+        ("abc", {"max_new_tokens": 98}, "101 tokens .* a slot holds 100; shorten"),
+        ("", {}, "the prompt is empty"),
+        ("abc", {"draft_length": 4}, "draft_length must be 0 to 3 for 'lookup', got 4"),
+        ("abc", {"strategy": "dspark"}, "no slots for strategy 'dspark'; it has"),
+        ("abc", {"exact": True}, "'exact' is compiled into a step"),
+        ("abc", {"temprature": 1.0}, "did you mean 'temperature'"),
+        ("abc", {"stop_tokens": [1, 2, 3, 4, 5]}, "has 5 stop tokens, but .* for 4"),
+        ("abc", {"banned_tokens": list(range(9))}, "more than 8 biases and bans"),
+    ],
+)
+def test_bad_requests_are_refused_at_once(server, prompt, options, told):
+    neighbour = server.submit("x", max_new_tokens=2)
+    with pytest.raises(ValueError, match=told):
+        server.submit(prompt, **options)
+    server.run()
+    assert neighbour.record.finish in (FinishReason.LENGTH, FinishReason.STOP_TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"max_length": 2000}, "2000, but the model has 1024 positions"),
+        ({"num_slots": 0}, "num_slots is 0; give at least 1"),
+        ({"num_slots": [1, 2]}, "2 numbers of slots for 1 strategies"),
+        ({"policy": "fair"}, "unknown policy 'fair'"),
+        ({"preemption": "drop"}, "one of none, recompute, keep, got 'drop'"),
+    ],
+)
+def test_bad_servers_are_refused(lm, options, told):
+    with pytest.raises(ValueError, match=told):
+        jaxdec.Server(lm, **options)
