@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxdec.counts import ratio
 from jaxdec.types import FinishReason
 
 
@@ -83,8 +84,7 @@ class Record:
     @property
     def tpot_s(self) -> float | None:
         """Time per token after the first burst; None if there are no more."""
-        later = self.num_later_tokens
-        return self.decode_s / later if later else None
+        return ratio(self.decode_s, self.num_later_tokens)
 
     @property
     def token_gaps_s(self) -> tuple[float, ...]:
@@ -153,11 +153,8 @@ def summarise(records: Sequence[Record], objective: Objective | None = None) -> 
         known = [value for value in values if value is not None]
         return 1000 * float(np.mean(known)) if known else None
 
-    def percentile_ms(q: float) -> float | None:
+    def percentile_ms(q: int) -> float | None:
         return 1000 * float(np.percentile(gaps, q)) if gaps.size else None
-
-    def rate(number: float, seconds: float) -> float | None:
-        return number / seconds if seconds > 0 else None
 
     later = sum(record.num_later_tokens for record in records)
     decode_ms = 1000 * sum(r.decode_s for r in records if r.num_later_tokens)
@@ -165,11 +162,11 @@ def summarise(records: Sequence[Record], objective: Objective | None = None) -> 
         finished=sum(Objective().is_met(record) for record in records),
         queue_wait_ms=mean_ms(record.queue_wait_s for record in records),
         ttft_ms=mean_ms(record.ttft_s for record in records),
-        tpot_ms=decode_ms / later if later else None,
+        tpot_ms=ratio(decode_ms, later),
         p50_token_gap_ms=percentile_ms(50),
         p95_token_gap_ms=percentile_ms(95),
         p99_token_gap_ms=percentile_ms(99),
         max_token_gap_ms=percentile_ms(100),
-        throughput_tokens_per_s=rate(sum(r.num_tokens for r in records), span),
-        goodput=rate(sum(objective.is_met(record) for record in records), span),
+        throughput_tokens_per_s=ratio(sum(r.num_tokens for r in records), span),
+        goodput=ratio(sum(objective.is_met(record) for record in records), span),
     )

@@ -32,12 +32,12 @@ def functions(name, num_slots):
 
 def request(rng):
     """A request of any kind, and what the host must know of it."""
-    prompt = rng.integers(0, toy.VOCAB, rng.integers(1, 41)).tolist()
-    max_new = int(rng.integers(1, 25))
+    prompt = rng.integers(0, toy.VOCAB, rng.integers(1, 34)).tolist()
+    max_new = int(rng.integers(1, 48))
     made = toy.make_request(
         [prompt],
         max_new=max_new,
-        stop=rng.integers(0, toy.VOCAB, rng.integers(0, 4)).tolist(),
+        stop=rng.integers(0, toy.VOCAB, rng.integers(0, 3)).tolist(),
         seeds=[int(rng.integers(2**31))],
         max_draft=int(rng.integers(0, toy.K + 1)),
         buffer=BUFFER,
@@ -165,7 +165,7 @@ def serve(bench, num, seed, cancel_rate):
     order = rng.permutation(num).tolist()
     callers = {}
     while order or bench.loop.is_busy:
-        for _ in range(rng.poisson(0.7)):
+        for _ in range(rng.poisson(1.0)):
             if order:
                 index = order.pop()
                 callers[index] = bench.submit(
@@ -199,15 +199,15 @@ MIXES = [
 
 @pytest.mark.parametrize(("policy", "mode"), MIXES)
 def test_requests_say_what_they_say_alone(policy, mode):
-    num, seed = 24, 5
-    callers = serve(Bench("corrupted", 3, policy, mode), num, seed, cancel_rate=0.05)
+    num, seed = 40, 5
+    callers = serve(Bench("corrupted", 3, policy, mode), num, seed, cancel_rate=0.25)
     assert_as_alone(callers, num, seed)
     records = [caller.served.record for caller in callers]
     cancelled = [caller.finish == CANCELLED for caller in callers]
-    assert 0 < sum(cancelled) < num / 3
+    assert 0 < sum(cancelled) < num / 2
     assert any(r.interruptions_s for r in records) == (mode != "none")
     bursts = [burst for r in records for burst in r.bursts]
-    assert max(b.num_accepted for b in bursts) == toy.K
+    assert max(b.num_accepted for b in bursts) > toy.K // 2
     assert min(b.num_drafted for b in bursts) == 0
 
 
@@ -224,8 +224,8 @@ def test_a_row_may_leave_and_come_back_to_any_slot():
     """Extract and insert are inverse, and a read that is done changes nothing."""
     built = toy.method("corrupted")
     slots = functions("corrupted", 3)
-    made, prompt_length, _ = requests(24, 5)[3]
-    expected = alone(24, 5)[3][0]
+    made, prompt_length, _ = requests(40, 5)[3]
+    expected = alone(40, 5)[3][0]
     row = slots.begin(made, jnp.zeros(1, jnp.int32))
     for _ in range(-(-prompt_length // toy.CHUNK)):
         row = slots.read(built.params, row)
@@ -257,7 +257,9 @@ def find(bench, caller):
 
 def prompt_of(length, max_new, seed):
     tokens = np.random.default_rng(seed).integers(0, toy.VOCAB, length).tolist()
-    made = toy.make_request([tokens], max_new=max_new, seeds=[seed], buffer=BUFFER)
+    made = toy.make_request(
+        [tokens], max_new=max_new, seeds=[seed], max_draft=2, buffer=BUFFER
+    )
     return made, length, max_new
 
 
@@ -382,7 +384,7 @@ def test_two_thousand_requests_come_and_go(name):
 def test_slots_are_compiled_once():
     """Other values, slots and neighbours compile nothing."""
     slots = functions("corrupted", 3)
-    serve(Bench("corrupted", 3), 24, 5, cancel_rate=0.1)
+    serve(Bench("corrupted", 3), 40, 5, cancel_rate=0.1)
     assert {f._cache_size() for f in slots} == {1}
 
 

@@ -1,8 +1,6 @@
 """Policies, the bound on token gaps and the simulated clock; no model runs."""
 
 import dataclasses
-import itertools
-import math
 
 import numpy as np
 import pytest
@@ -155,13 +153,13 @@ def test_the_bound_is_a_chunk_and_the_steps_with_slack():
 
 def test_b59_long_prompts_do_not_starve_a_running_request():
     """One request runs; a prompt of 64 tokens arrives in every step's time."""
-    arrivals = [Arrival(arrival_s=0.0, prompt_length=1, output_length=400)] + [
+    arrivals = [Arrival(arrival_s=0.0, prompt_length=1, output_length=200)] + [
         Arrival(arrival_s=0.5 + i, prompt_length=64, output_length=2)
-        for i in range(200)
+        for i in range(100)
     ]
     records = simulate(arrivals, policies.POLICIES["first_come"], LIMITS, COSTS)
     gaps = np.array(records[0].token_gaps_s)
-    assert len(gaps) == 399
+    assert len(gaps) == 199
     assert gaps.max() <= 1.6 + 0.3 + 1.2 + 1e-9  # Two run at once, at most.
     assert np.mean(gaps > 2.5) > 0.3, "chunks went between its steps"
     assert all(r.finish == FinishReason.LENGTH for r in records)
@@ -171,8 +169,8 @@ def test_b59_long_prompts_do_not_starve_a_running_request():
 
 def bursty_load(num, seed):
     arrivals = simulation.load(
-        simulation.bursty_times(0.12, num, seed, burst=5.0),
-        simulation.lognormal_lengths(40, 1.0, 400, num, seed + 1),
+        simulation.bursty_times(0.3, num, seed, burst=5.0),
+        simulation.lognormal_lengths(15, 1.0, 400, num, seed + 1),
         simulation.lognormal_lengths(20, 0.8, 200, num, seed + 2),
     )
     rng = np.random.default_rng(seed)
@@ -189,7 +187,7 @@ def bursty_load(num, seed):
 @pytest.mark.parametrize("mode", MODES)
 def test_every_policy_keeps_the_bound_and_loses_nothing(mode, monkeypatch):
     limits = dataclasses.replace(LIMITS, kv_tokens=900, preemption=mode, max_kept=2)
-    arrivals = bursty_load(60, 3)
+    arrivals = bursty_load(50, 3)
     prepare, kept = ServingLoop.prepare, []
 
     def watched(loop):
@@ -219,31 +217,31 @@ def test_every_policy_keeps_the_bound_and_loses_nothing(mode, monkeypatch):
         assert bool(sum(len(r.interrupted_gaps_s) for r in records)) == (
             mode != "none" and name != "first_come"
         )
+        # Nobody is moved for nothing: an arrival moves one, or two where memory is low.
+        assert sum(len(r.interruptions_s) for r in records) <= 2 * len(records)
         waits[name] = summarise(records).queue_wait_ms
     assert waits["shortest_remaining"] < waits["first_come"]
-    assert max(kept) == (2 if mode == "keep" else 0)
+    assert (0 < max(kept) <= 2) if mode == "keep" else max(kept) == 0
 
 
 def test_first_come_waits_as_queueing_theory_says():
-    """One slot, prompts without a chunk, equal answers: an M/D/1 queue.
+    """One slot and equal answers: each wait follows from the one before (Lindley).
 
-    Its mean wait is ``rho D / (2 (1 - rho))`` (Pollaczek and Khinchine): 2 for D = 4
-    and rho = 1/2. Waits are correlated, so the standard error is from 20 batches.
+    ``wait[n + 1] = max(0, wait[n] + service - (arrival[n + 1] - arrival[n]))``
     """
-    num, service_s = 2000, 4.0
-    arrivals = simulation.load(
-        simulation.poisson_times(0.5 / service_s, num, seed=11),
-        np.ones(num, np.int64),
-        np.ones(num, np.int64),
-    )
+    num, chunks, tokens = 150, 2, 3
+    service = chunks * 1.6 + 0.3 + tokens * 1.0
+    times = simulation.poisson_times(0.8 / service, num, seed=11)
+    lengths = np.full(num, 2 * 16 + 1), np.full(num, tokens)
     limits = Limits(num_slots=1, row_tokens=600, chunk=16)
-    costs = CostTable(step_s=(service_s,), chunk_s=1.0)
-    policy = policies.POLICIES["first_come"]
-    records = simulate(arrivals, policy, limits, costs)
-    waits = np.array([record.queue_wait_s for record in records])
-    error = waits.reshape(20, -1).mean(axis=1).std(ddof=1) / math.sqrt(20)
-    assert error < 0.25
-    assert abs(waits.mean() - 2.0) < 4 * error
+    records = simulate(
+        simulation.load(times, *lengths), policies.POLICIES["first_come"], limits, COSTS
+    )
+    waits = [0.0]
+    for gap in np.diff(times):
+        waits.append(max(0.0, waits[-1] + service - gap))
+    assert np.mean(np.array(waits) > service) > 0.3
+    np.testing.assert_allclose([r.queue_wait_s for r in records], waits, atol=1e-9)
 
 
 def test_arrivals_and_lengths_are_what_they_say():
@@ -289,22 +287,3 @@ def test_the_quantities_of_a_record():
     assert summarise([record], Objective(ttft_s=2.0)).goodput == pytest.approx(1 / 5.25)
     nothing = summarise([cancelled])
     assert (nothing.finished, nothing.ttft_ms, nothing.goodput) == (0, None, None)
-
-
-def test_no_job_gives_way_in_a_circle():
-    """Whoever is served, each round makes progress: nobody is moved for nothing."""
-    for mode, name in itertools.product(MODES, policies.POLICIES):
-        limits = Limits(
-            num_slots=2, row_tokens=600, chunk=16, kv_tokens=250, preemption=mode
-        )
-        arrivals = [
-            dataclasses.replace(
-                a,
-                prompt_length=min(a.prompt_length, 100),
-                output_length=min(a.output_length, 100),
-            )
-            for a in bursty_load(30, 8)
-        ]
-        records = simulate(arrivals, policies.POLICIES[name], limits, COSTS)
-        # Each arrival makes at most one other give way, for a slot and for memory.
-        assert sum(len(r.interruptions_s) for r in records) <= 3 * len(arrivals)

@@ -16,11 +16,12 @@ LEVELS = {
     2: ("acceptance", "draft_length", "models", "verification"),
     3: ("drafters",),
     4: ("decoding",),
-    5: ("io", "planning", "batching", "counts", "statistics", "latency", "policies"),
+    5: ("io", "planning", "batching", "counts", "statistics", "policies"),
     6: (
         "evidence",
         "certificate",
         "advice",
+        "latency",
         "scheduling",
         "serving_loop",
         "simulation",
