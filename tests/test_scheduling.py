@@ -187,7 +187,7 @@ def bursty_load(num, seed):
 @pytest.mark.parametrize("mode", MODES)
 def test_every_policy_keeps_the_bound_and_loses_nothing(mode, monkeypatch):
     limits = dataclasses.replace(LIMITS, kv_tokens=900, preemption=mode, max_kept=2)
-    arrivals = bursty_load(50, 3)
+    arrivals = bursty_load(36, 3)
     prepare, kept = ServingLoop.prepare, []
 
     def watched(loop):

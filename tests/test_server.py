@@ -115,7 +115,9 @@ def test_callbacks_hear_every_piece_and_break_only_their_own(server, plain):
     ticket = server.submit(
         PROMPTS[0], max_new_tokens=9, seed=1, temperature=0.0, on_piece=heard.append
     )
-    steps = server.submit(PROMPTS[2], on_piece=lambda piece: server.step())
+    steps = server.submit(
+        PROMPTS[2], max_new_tokens=9, on_piece=lambda piece: server.step()
+    )
     nothing = server.submit(PROMPTS[2], max_new_tokens=0, on_piece=heard.append)
     assert nothing.finish_reason == "length" and heard.pop().tokens == ()
     server.run()
