@@ -212,13 +212,22 @@ def test_requests_say_what_they_say_alone(policy, mode):
     assert min(b.num_drafted for b in bursts) == 0
 
 
-@pytest.mark.parametrize("name", ["corrupted", "lookup", "tree", "first_of"])
-@pytest.mark.parametrize("num_slots", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("name", "num_slots"),
+    [
+        ("corrupted", 1),
+        ("corrupted", 3),
+        ("corrupted", 8),
+        ("lookup", 8),
+        ("tree", 3),
+        ("first_of", 1),
+    ],
+)
 def test_five_hundred_requests(name, num_slots):
     bench = Bench(name, num_slots, *MIXES[num_slots % 4])
     callers = serve(bench, 500, 6, cancel_rate=0.05)
     assert_as_alone(callers, 500, 6)
-    assert sum(caller.finish != CANCELLED for caller in callers) > 350
+    assert sum(caller.finish != CANCELLED for caller in callers) > 300
 
 
 def test_a_row_may_leave_and_come_back_to_any_slot():
