@@ -44,7 +44,7 @@ def request(rng):
         temperature=float(rng.choice([0.0, 0.7, 1.0])),
         top_p=float(rng.choice([1.0, 0.9])),
         repetition_penalty=float(rng.choice([1.0, 1.0, 1.2])),
-        frequency_penalty=float(rng.choice([0.0, 0.0, 0.9])),
+        frequency_penalty=float(rng.choice([0.0, 5.0])),
     )
     return made, len(prompt), max_new
 
