@@ -44,8 +44,7 @@ def request(rng):
         temperature=float(rng.choice([0.0, 0.7, 1.0])),
         top_p=float(rng.choice([1.0, 0.9])),
         repetition_penalty=float(rng.choice([1.0, 1.0, 1.2])),
-        # Below zero it says again what it said: what was said must not be forgotten.
-        frequency_penalty=float(rng.choice([0.0, -0.3])),
+        frequency_penalty=float(rng.choice([0.0, 2.0])),
     )
     return made, len(prompt), max_new
 
@@ -167,12 +166,12 @@ def serve(bench, num, seed, cancel_rate):
     order = rng.permutation(num).tolist()
     callers = {}
     while order or bench.loop.is_busy:
-        for _ in range(rng.poisson(1.0)):
+        for _ in range(rng.poisson(0.5)):
             if order:
                 index = order.pop()
                 callers[index] = bench.submit(
                     *requests(num, seed)[index],
-                    priority=int(rng.integers(4)),
+                    priority=int(rng.integers(9)),
                 )
         if callers and rng.random() < cancel_rate:
             bench.cancel(callers[int(rng.choice(list(callers)))])
@@ -202,7 +201,7 @@ MIXES = [
 @pytest.mark.parametrize(("policy", "mode"), MIXES)
 def test_requests_say_what_they_say_alone(policy, mode):
     num, seed = 40, 5
-    callers = serve(Bench("corrupted", 3, policy, mode), num, seed, cancel_rate=0.25)
+    callers = serve(Bench("corrupted", 3, policy, mode), num, seed, cancel_rate=0.15)
     assert_as_alone(callers, num, seed)
     records = [caller.served.record for caller in callers]
     cancelled = [caller.finish == CANCELLED for caller in callers]
