@@ -99,6 +99,7 @@ SLOW = (
     ),
     "test_compiled.py::test_tpu_program_stays_on_the_chip[lookup]",
     "test_compiled.py::test_tpu_program_stays_on_the_chip[rejection]",
+    "test_compiled.py::test_slots_change_in_place",
     "test_batching.py::test_five_hundred",
     "test_batching.py::test_two_thousand",
 )

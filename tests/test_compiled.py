@@ -14,7 +14,7 @@ import pytest
 import toy
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxdec import decoding, program, strategies
+from jaxdec import batching, decoding, program, strategies
 from jaxdec.drafters.draft_model import draft_model
 from jaxdec.drafters.dspark import block_drafter
 from jaxdec.drafters.eagle import eagle, recurrent_net
@@ -93,8 +93,8 @@ TRAINED = (
 """On CPU only: they take long to compile for a TPU."""
 
 
-def cache_shape(capacity):
-    return f"[{BATCH},{CONFIG.num_kv_heads},{capacity},{CONFIG.head_dim}]"
+def cache_shape(capacity, batch=BATCH):
+    return f"[{batch},{CONFIG.num_kv_heads},{capacity},{CONFIG.head_dim}]"
 
 
 def trained(name, dtype):
@@ -196,15 +196,15 @@ def compiled_texts(name, capacity, sharding=None):
     }
 
 
-def cache_copies(text, capacity=CAPACITY):
-    """Copies of a whole cache outside the entry computation, as HLO lines."""
+def cache_copies(text, capacity=CAPACITY, batch=BATCH, with_entry=False):
+    """Copies of a whole cache, in the entry computation only if asked, as HLO lines."""
     copies, inside_entry = [], False
-    shape = re.escape(cache_shape(capacity))
+    shape = re.escape(cache_shape(capacity, batch))
     pattern = re.compile(r"= \(?\w+" + shape + r"\S* (copy|transpose)")
     for line in text.splitlines():
         if line and not line.startswith((" ", "}")):
             inside_entry = line.startswith("ENTRY")
-        if not inside_entry and pattern.search(line):
+        if (with_entry or not inside_entry) and pattern.search(line):
             copies.append(line.strip()[:120])
     return copies
 
@@ -241,6 +241,28 @@ def test_cpu_program_copies_no_cache_in_its_loop(name):
         assert cache_copies(text) == [], kind
         assert host_calls(text) == [], kind
         assert "f64[" not in text
+
+
+@pytest.mark.parametrize("name", ["none", "lookup", "draft_model"])
+def test_slots_change_in_place(name):
+    """A step, a chunk and an insertion copy no cache, not even once."""
+    strategy, params = build(name, CAPACITY)
+    slots = batching.jit_slots(batching.slots(strategy, BATCH), toy.OPTIMISED)
+    request = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype),
+        request_shapes(CAPACITY),
+    )
+    state = jax.eval_shape(slots.empty)
+    row = jax.eval_shape(slots.begin, request, jax.ShapeDtypeStruct((1,), jnp.int32))
+    for function, inputs in (
+        (slots.step, (params, state, jax.ShapeDtypeStruct((BATCH,), bool))),
+        (slots.read, (params, row)),
+        (slots.insert, (state, row, jnp.int32(0))),
+    ):
+        text = function.lower(*inputs).compile().as_text()
+        batch = 1 if function is slots.read else BATCH
+        assert cache_shape(CAPACITY, batch) in text
+        assert cache_copies(text, batch=batch, with_entry=True) == []
 
 
 @pytest.fixture(scope="module", autouse=True)
