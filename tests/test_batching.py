@@ -413,7 +413,9 @@ def test_two_thousand_requests_come_and_go(name):
         if caller.finish == CANCELLED:
             assert caller.tokens == tokens[: len(caller.tokens)]
         else:
-            assert caller.tokens == tokens and not raises
+            assert caller.tokens == tokens
+            # A callback that raises is not called again; the last piece is too late.
+            assert not raises or caller.num_notified == 1
     assert sum(caller.finish != CANCELLED for caller, _, _ in callers) > 1000
 
 
