@@ -39,7 +39,10 @@ class Client(Protocol):
         ...
 
     def notify(self) -> None:
-        """Called after `take`, when records and slots are in order; may raise."""
+        """Called after `take`, when records and slots are in order; may raise.
+
+        What was taken may have been notified already, if another caller cancelled it.
+        """
         ...
 
 
@@ -150,14 +153,14 @@ class ServingLoop:
         self._served[job_id] = served
         self.queue = self.queue.submit(job)
         if max_new_tokens == 0:
-            self._deliver(job_id, [], FinishReason.LENGTH)
+            self._notify(self._take(job_id, [], FinishReason.LENGTH, self.clock()))
         return served
 
     def cancel(self, job_id: int) -> bool:
         """Ends a request wherever it is; whether there was anything to end."""
         if job_id not in self._served:
             return False
-        self._deliver(job_id, [], FinishReason.CANCELLED)
+        self._notify(self._take(job_id, [], FinishReason.CANCELLED, self.clock()))
         return True
 
     def round(self) -> bool:
@@ -180,14 +183,12 @@ class ServingLoop:
         is_free = np.array([job is None for job in self.queue.slots])
         emitted = self.device.step(is_free)
         now = self.clock()
+        # All take before any is notified: no caller can make another miss a token.
+        spoke = []
         for slot, job_id in running:
-            # The client of another may have ended this one.
-            job = self.queue.slots[slot]
-            if job is None or job.id != job_id:
-                continue
             num = int(emitted.num_tokens[slot])
             self.queue = self.queue.said(slot, num)
-            self._deliver(
+            served = self._take(
                 job_id,
                 emitted.tokens[slot, :num].tolist(),
                 FinishReason(int(emitted.finish[slot])),
@@ -195,6 +196,9 @@ class ServingLoop:
                 int(emitted.num_drafted[slot]),
                 int(emitted.num_accepted[slot]),
             )
+            spoke.append(served)
+        for served in spoke:
+            self._notify(served)
         return True
 
     def _in_slots(self) -> Iterator[tuple[int, Job]]:
@@ -225,17 +229,16 @@ class ServingLoop:
             self.device.insert(served.row, slot)
             served.row = None
 
-    def _deliver(
+    def _take(
         self,
         job_id: int,
         tokens: list[int],
         finish: FinishReason,
-        now: float | None = None,
+        now: float,
         num_drafted: int = 0,
         num_accepted: int = 0,
-    ) -> None:
+    ) -> Served:
         """Hands a request what it said, and takes it out when it is done."""
-        now = self.clock() if now is None else now
         served = self._served[job_id]
         kept, finish = served.client.take(tokens, finish)
         served.tokens.extend(tokens[:kept])
@@ -249,9 +252,14 @@ class ServingLoop:
             served.row = None
             served.record.finish = finish
             served.record.finished_s = now
-        if served.error is None:
-            try:
-                served.client.notify()
-            except Exception as error:
-                served.error = error
-                self.cancel(job_id)
+        return served
+
+    def _notify(self, served: Served) -> None:
+        """Lets a caller's code run; what it raises ends its own request."""
+        if served.error is not None:
+            return
+        try:
+            served.client.notify()
+        except Exception as error:
+            served.error = error
+            self.cancel(served.record.id)

@@ -27,6 +27,7 @@ class Ticket:
         self._served: Served | None = None
         self.pieces: collections.deque[Piece] = collections.deque()
         """Pieces that no stream has yielded yet."""
+        self._unheard: collections.deque[Piece] = collections.deque()
 
     @property
     def id(self) -> int:
@@ -85,19 +86,21 @@ class Ticket:
         is_last = finish != FinishReason.NONE
         if is_last and self._is_text:
             text += self._text.finish()
-        self.pieces.append(
-            Piece(
-                text=text,
-                tokens=tuple(tokens[:num]),
-                finish_reason=finish.label if is_last else None,
-            )
+        piece = Piece(
+            text=text,
+            tokens=tuple(tokens[:num]),
+            finish_reason=finish.label if is_last else None,
         )
+        self.pieces.append(piece)
+        self._unheard.append(piece)
         return num, finish
 
     def notify(self) -> None:
         """Tells the caller; whatever that raises is the request's own affair."""
-        if self._on_piece is not None:
-            self._on_piece(self.pieces[-1])
+        while self._unheard:
+            piece = self._unheard.popleft()
+            if self._on_piece is not None:
+                self._on_piece(piece)
 
     def bind(self, served: Served) -> None:
         """See `serving_loop.Client`."""

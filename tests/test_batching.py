@@ -366,6 +366,25 @@ def test_an_exception_in_a_callback_is_its_requests_own():
     assert first.tokens == submitted[0].tokens == expected
 
 
+def test_an_interrupt_takes_nothing_from_anybody():
+    """Control-C in one request's callback: the others go on where they were."""
+    bench = Bench("corrupted", 3)
+
+    def interrupts(caller):
+        if caller.num_notified == 2:
+            raise KeyboardInterrupt
+
+    cases = [(3, 12, seed) for seed in range(3)]
+    callers = [bench.submit(*prompt_of(*cases[0]), on_notify=interrupts)]
+    callers += [bench.submit(*prompt_of(*case)) for case in cases[1:]]
+    with pytest.raises(KeyboardInterrupt):
+        bench.run()
+    bench.run()
+    bench.assert_empty()
+    for caller, case in zip(callers, cases, strict=True):
+        assert caller.tokens == toy.plain(prompt_of(*case)[0])[0]
+
+
 def test_what_cannot_run_is_refused_and_what_asks_for_nothing_is_done():
     bench = Bench("corrupted", 3)
     neighbour = bench.submit(*prompt_of(3, 12, 0))

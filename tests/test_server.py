@@ -118,12 +118,24 @@ def test_callbacks_hear_every_piece_and_break_only_their_own(server, plain):
     steps = server.submit(
         PROMPTS[2], max_new_tokens=9, on_piece=lambda piece: server.step()
     )
+    # One cancels the other in the very round in which both said something.
+    told = []
+    victim = server.submit(PROMPTS[0], max_new_tokens=30, on_piece=told.append)
+    server.submit(
+        PROMPTS[0],
+        max_new_tokens=9,
+        on_piece=lambda piece: server.cancel(victim),
+        strategy="sample",
+        temperature=0.0,
+    )
     nothing = server.submit(PROMPTS[2], max_new_tokens=0, on_piece=heard.append)
     assert nothing.finish_reason == "length" and heard.pop().tokens == ()
     server.run()
     assert "".join(piece.text for piece in heard) == ticket.text == plain()[0].text
     assert isinstance(steps.error, RuntimeError) and "step outside" in str(steps.error)
     assert steps.finish_reason == "cancelled" and ticket.error is None
+    assert tuple(t for piece in told for t in piece.tokens) == victim.tokens
+    assert [piece.finish_reason for piece in told][-1] == "cancelled"
     assert not server.cancel(steps) and server.num_free_slots == 3
 
 
