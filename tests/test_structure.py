@@ -22,6 +22,7 @@ LEVELS = {
         "lm",
         "loaded_drafter",
         "trained",
+        "shipped",
         "call",
         "concurrency",
         "strategies",
