@@ -245,6 +245,9 @@ def compare(
     repeats: Annotated[
         int, typer.Option(help="Runs of each request; the median counts.")
     ] = 1,
+    batch_size: Annotated[
+        int, typer.Option(help="Requests run together; speeds are of one at a time.")
+    ] = 1,
     dtype: Dtype = "bfloat16",
     exact: Annotated[
         bool,
@@ -289,6 +292,7 @@ def compare(
             seed=seed,
             draft_length=draft_length,
             repeats=repeats,
+            batch_size=batch_size,
             exact=exact,
             out=out,
             progress=progress,
@@ -301,6 +305,10 @@ def compare(
     terminal.print_table(
         console, tables.HEADERS, tables.rows(report), tables.caption(report)
     )
+    if len(report["strategies"][0]["tokens_per_step_by_task"]) > 1:
+        terminal.print_table(
+            console, *tables.task_table(report), "tokens per step, by task"
+        )
     console.print()
     for line in tables.advice_lines(report):
         console.print(f"- {line}", markup=False, highlight=False)

@@ -4,9 +4,9 @@ Speed and quality are looked at together: a strategy is ranked only if its certi
 says that it decodes what plain decoding would, and only by its time per token against
 plain decoding's in the same run. All programs are compiled and warmed up first; then
 the strategies take turns on every prompt, so that whatever else the machine does falls
-on all of them alike. Requests run one at a time. What the advice needs besides is
-measured at the end: how fast the machine reads memory, and what the best strategy does
-with a few of the requests at once.
+on all of them alike. Requests run one at a time, unless asked otherwise. What the
+advice needs besides is measured at the end: how fast the machine reads memory, and what
+the best strategy does with a few of the requests at once.
 
 The result is one record (`Comparison.to_dict`, ``report.json``) that keeps the tokens
 and the step lists of every request, so that each count in it can be computed again.
@@ -62,6 +62,7 @@ def compare(
     seed: int = 0,
     draft_length: int | None = None,
     repeats: int = 1,
+    batch_size: int = 1,
     certify: bool = True,
     out: str | Path | None = None,
     progress: Progress | None = None,
@@ -69,7 +70,7 @@ def compare(
     output_format: str | None = None,
     **sampling: Any,
 ) -> Comparison:
-    """Runs every strategy on the same prompts, one request at a time.
+    """Runs every strategy on the same prompts.
 
     Args:
         lm: from `jaxdec.load`.
@@ -84,6 +85,8 @@ def compare(
             distribution test of a certificate needs independent requests.
         draft_length: K of all strategies that draft.
         repeats: times that each request is run; the run of median length counts.
+        batch_size: requests that are run together. More are quicker to measure, but
+            times per token are then those of a batch.
         certify: whether to draw up a certificate of each strategy. Without one no
             strategy is ranked.
         out: folder for ``report.json`` and ``report.md``.
@@ -105,22 +108,24 @@ def compare(
             "a comparison times the tokens after the first, so max_new_tokens must be "
             f"a whole number of at least 2, got {max_new_tokens!r}"
         )
-    if not isinstance(repeats, int) or repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {repeats!r}")
+    for name, value in (("repeats", repeats), ("batch_size", batch_size)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value!r}")
+    groups = [items[i : i + batch_size] for i in range(0, len(items), batch_size)]
     options = {"max_new_tokens": max_new_tokens, "exact": exact, **sampling}
     calls = {
         entry.label: [
             check(
                 lm,
-                content,
+                [content for _, content in group],
                 strategy=entry.config,
                 temperature=entry.temperature,
-                seed=_seed(seed, row),
-                single=True,
+                seed=[_seed(seed, batch_size * i + row) for row in range(len(group))],
+                single=False,
                 output_format=ANY_TEXT if output_format is None else output_format,
                 **options,
             )
-            for row, (_, content) in enumerate(items)
+            for i, group in enumerate(groups)
         ]
         for entry in entries
     }
@@ -130,7 +135,7 @@ def compare(
     num_sampled = sum(entry.temperature > 0 for entry in entries)
     step = _Steps(
         progress,
-        total=len(entries) * (2 + certify + repeats * len(items))
+        total=len(entries) * (2 + certify + repeats * len(groups))
         + 1
         + num_sampled * len(seeds),
     )
@@ -143,11 +148,14 @@ def compare(
         label: [sorted(r, key=_seconds)[(repeats - 1) // 2] for r in found]
         for label, found in runs.items()
     }
+    first = {
+        label: [[out.tokens for out in found[0]] for found in groups_of]
+        for label, groups_of in runs.items()
+    }
     evidence = {}
     for entry in entries:
         step(f"measuring the costs of {entry.label}")
-        references = [found[0][0].tokens for found in runs[entry.reference]]
-        record = _evidence(lm, chosen[entry.label], references)
+        record = _evidence(lm, chosen[entry.label], first[entry.reference])
         outputs = [chosen[entry.label][0][0].tokens]
         if entry.temperature > 0:
             for other in seeds:
@@ -179,12 +187,11 @@ def compare(
             **options,
         )
     for entry in entries if certify else ():
-        references = [found[0][0].tokens for found in runs[entry.reference]]
         evidence[entry.label] = dataclasses.replace(
             evidence[entry.label],
             exact_match=_tie_aware_match(
-                [o[0].tokens for o in chosen[entry.label]],
-                references,
+                [out.tokens for found in chosen[entry.label] for out in found],
+                [tokens for found in first[entry.reference] for tokens in found],
                 certificates[entry.label],
             ),
         )
@@ -210,6 +217,7 @@ def compare(
             "seed": seed,
             "draft_length": draft_length,
             "repeats": repeats,
+            "batch_size": batch_size,
             "exact": exact,
             "output_format": output_format,
             "prompts": [about for about, _ in items],
@@ -228,8 +236,10 @@ def compare(
         together=together,
         requests={
             label: tuple(
-                {**about, "text": outputs[0].text}
-                for (about, _), outputs in zip(items, found, strict=True)
+                {**about, "text": out.text}
+                for (about, _), out in zip(
+                    items, (out for outputs in found for out in outputs), strict=True
+                )
             )
             for label, found in chosen.items()
         },
@@ -339,13 +349,13 @@ def _warm_up(lm: LM, calls: Sequence[Call]) -> None:
 def _take_turns(
     calls: Mapping[str, Sequence[Call]], repeats: int, step: _Steps
 ) -> dict[str, list[list[Outputs]]]:
-    """Every repeat of every request, by label and prompt."""
-    num_prompts = len(next(iter(calls.values())))
-    runs = {label: [[] for _ in range(num_prompts)] for label in calls}
+    """Every repeat of every call, by label and place."""
+    num_calls = len(next(iter(calls.values())))
+    runs = {label: [[] for _ in range(num_calls)] for label in calls}
     for _ in range(repeats):
-        for i in range(num_prompts):
+        for i in range(num_calls):
             for label in calls:
-                step(f"prompt {i + 1} of {num_prompts}: {label}")
+                step(f"prompt {i + 1} of {num_calls}: {label}")
                 runs[label][i].append(execute(calls[label][i]))
     return runs
 
@@ -355,13 +365,13 @@ def _seconds(outputs: Outputs) -> float:
 
 
 def _evidence(
-    lm: LM, runs: Sequence[Outputs], references: Sequence[Sequence[int]]
+    lm: LM, runs: Sequence[Outputs], references: Sequence[Sequence[Sequence[int]]]
 ) -> Evidence:
     """One record of all requests of a strategy, with its compilations."""
     merged = merge(
         [
-            measure.evidence(outputs.run, outputs.items, references=[reference])
-            for outputs, reference in zip(runs, references, strict=True)
+            measure.evidence(outputs.run, outputs.items, references=found)
+            for outputs, found in zip(runs, references, strict=True)
         ]
     )
     programs = [lm.program(key)[0] for key in {o.run.call.key: None for o in runs}]

@@ -29,6 +29,7 @@ from jaxdec.models.sharding import check_mesh, param_shardings
 from jaxdec.models.weights import params_from_tensors
 from jaxdec.program import Program, ProgramKey, compile_program
 from jaxdec.rounding import measure_classes
+from jaxdec.shipped import add_shipped
 from jaxdec.trained import add_native
 from jaxdec.types import Params
 
@@ -56,7 +57,10 @@ class LM:
     content_hash: str = ""
     """Names the weights."""
     strategies: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
-    """Strategies that this model alone has, by name: those of its drafters."""
+    """Strategies that this model alone has, by name: those of its drafters; or what
+    makes them when they are asked for."""
+    has_native: bool = False
+    """Whether its checkpoint brought MTP modules that draft."""
     notes: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
     """Why a strategy that one might expect of this model is not among them."""
     programs: dict[ProgramKey, Program] = dataclasses.field(
@@ -115,7 +119,7 @@ class LM:
             "dtype": self.dtype,
             "stop_tokens": list(self.stop_tokens),
             "content_hash": self.content_hash,
-            "has_mtp": "mtp" in self.strategies,
+            "has_mtp": self.has_native,
         }
         save_params(folder, self.params, facts)
         if self.tokenizer is not None:
@@ -181,6 +185,7 @@ def load(
         name=str(name),
         content_hash=checkpoint.content_hash,
     )
+    add_shipped(lm)
     add_native(lm, checkpoint)
     return lm
 
@@ -202,7 +207,7 @@ def _restore(folder: Path, dtype: str, cache_dtype: str, mesh: Mesh | None) -> L
     check_finite({k: np.asarray(x) for k, x in named_leaves(params).items()})
     notes = {"mtp": "LM.save does not keep MTP modules; load the original"}
     has_tokenizer = (folder / "tokenizer.json").exists()
-    return LM(
+    lm = LM(
         config=config,
         params=params,
         mesh=mesh,
@@ -214,3 +219,5 @@ def _restore(folder: Path, dtype: str, cache_dtype: str, mesh: Mesh | None) -> L
         notes=notes if facts.get("has_mtp") else {},
         content_hash=facts["content_hash"],
     )
+    add_shipped(lm)
+    return lm

@@ -52,6 +52,15 @@ def repetition_rate(tokens: Sequence[int], n: int = 4) -> float | None:
     return repeated / total if total else None
 
 
+REPETITIVE = 0.3
+"""An output with a larger fraction of repeated 4-grams goes in circles."""
+
+
+def is_repetitive(tokens: Sequence[int]) -> bool:
+    """Whether an output goes in circles, which makes it easy to draft."""
+    return (repetition_rate(tokens) or 0.0) > REPETITIVE
+
+
 def exact_match(
     outputs: Sequence[Sequence[int]], references: Sequence[Sequence[int]]
 ) -> float | None:

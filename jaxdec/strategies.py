@@ -324,7 +324,7 @@ def resolve(
     if isinstance(strategy, str):
         check_name(strategy, lm)
         found = BY_NAME.get(strategy)
-        strategy = lm.strategies[strategy] if found is None else found()
+        strategy = _of_model(lm, strategy) if found is None else found()
     elif not isinstance(strategy, StrategyConfig):
         raise ValueError(
             f"a strategy is a name or a configuration such as jaxdec.lookup(length=6), "
@@ -340,3 +340,11 @@ def resolve(
             f"{draft_length} has no meaning; leave it out"
         )
     return strategy.with_length(draft_length)
+
+
+def _of_model(lm: Any, name: str) -> StrategyConfig:
+    """A strategy of the model's own, made now if it was not asked for before."""
+    found = lm.strategies[name]
+    if not isinstance(found, StrategyConfig):
+        found = lm.strategies[name] = found()
+    return found

@@ -391,3 +391,4 @@ def add_native(lm: Any, checkpoint: Any) -> None:
         return
     if drafter is not None:
         add_drafter(lm, drafter)
+        lm.has_native = True

@@ -21,6 +21,7 @@ from jaxdec.planning.break_even import expected_tokens
 from jaxdec.prompts import Prompt
 from jaxdec.report import tables
 from jaxdec.report.comparison import survival
+from jaxdec.statistics import repetition_rate
 
 # By this name: the package has a function of the same name.
 compare_module = importlib.import_module("jaxdec.compare")
@@ -167,6 +168,38 @@ def test_certificates_see_the_outputs(report, certify):
         assert len(options["outputs"]) == len(PROMPTS)
         assert options["temperature"] == (0.7 if name == "sample" else 0.0)
         assert options["max_new_tokens"] == 24
+
+
+def test_batches_say_the_same_and_tasks_are_told_apart(lm, certify):
+    # The third prompt twice: two batches of one shape.
+    prompts = [*PROMPTS, dataclasses.replace(PROMPTS[2], id="four")]
+    alone = compare(lm, PROMPTS, ["lookup"], max_new_tokens=24).to_dict()
+    options = dict(max_new_tokens=24, batch_size=2)
+    found = compare(lm, prompts, ["lookup"], **options).to_dict()
+    assert found["settings"]["batch_size"] == 2
+    assert len(certify.calls[-1][2]["outputs"]) == 2
+    for record in found["strategies"]:
+        one = next(
+            s for s in alone["strategies"] if s["strategy"] == record["strategy"]
+        )
+        requests = record["requests"]
+        names = [r["prompt_id"] for r in requests]
+        assert names == ["one", "two", "three", "four"]
+        for name in ("tokens", "text", "num_steps", "num_emitted"):
+            assert [r[name] for r in requests[:3]] == [r[name] for r in one["requests"]]
+            assert requests[3][name] == requests[2][name]
+        by_task = {
+            task: sum(r["num_emitted"] for r in of) / sum(r["num_steps"] for r in of)
+            for task in ("code", "chat", "math")
+            for of in [[r for r in requests if r["task"] == task]]
+        }
+        assert record["tokens_per_step_by_task"] == by_task
+        plain = [r for r in requests if (repetition_rate(r["tokens"]) or 0) <= 0.3]
+        steps = sum(r["num_steps"] for r in plain)
+        per_step = sum(r["num_emitted"] for r in plain) / steps if steps else 0.0
+        assert record["tokens_per_step_not_repetitive"] == per_step
+    title = "| strategy | code | chat | math | all | not repetitive |"
+    assert title in tables.markdown(found)
 
 
 def test_advice_ranks_only_what_is_certified(lm, certify):
@@ -390,6 +423,7 @@ def test_plan():
         (["lookup"], {"draft_length": 0}, "draft length"),
         (["lookup"], {"max_new_tokens": 1}, "max_new_tokens"),
         (["lookup"], {"repeats": 0}, "repeats"),
+        (["lookup"], {"batch_size": 0}, "batch_size"),
         (["lookup"], {"seed": -1}, "seed"),
     ],
 )

@@ -30,6 +30,7 @@ LEVELS = {
         "lm",
         "loaded_drafter",
         "trained",
+        "shipped",
         "call",
         "concurrency",
         "strategies",

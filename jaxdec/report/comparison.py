@@ -13,6 +13,7 @@ from jaxdec.concurrency import Together
 from jaxdec.evidence import Evidence, jsonable
 from jaxdec.planning.bandwidth import Floor
 from jaxdec.report.tables import markdown
+from jaxdec.statistics import REPETITIVE, is_repetitive
 from jaxdec.strategies import LookupConfig, StrategyConfig
 
 NUM_SEEDS = 3
@@ -26,6 +27,8 @@ NOTES = (
     "same temperature and seed (for plain decoding itself: its own first run), or that "
     "part from them at a rounding tie which the certificate names.",
     "repetition_rate is 0 where no output is long enough to repeat four tokens.",
+    f"not repetitive: outputs of which at most {REPETITIVE:.0%} of the 4-grams "
+    "occurred before; an output that goes in circles is easy to draft.",
     "format_success_rate without an asked format: texts with something in them and no "
     "replacement character.",
     f"distinct_outputs counts the different outputs of the first prompt over "
@@ -109,12 +112,22 @@ class Comparison:
             )
         ]
         greedy, own = self.evidence[advice.GREEDY].tpot_ms, evidence.tpot_ms
+        tasks = dict.fromkeys(request["task"] for request in fields["requests"])
         return {
             "strategy": entry.label,
             "draft_length": entry.config.length,
             "temperature": entry.temperature,
             "reference": entry.reference,
             "speed_vs_greedy": greedy / own if greedy and own else None,
+            "tokens_per_step_by_task": {
+                task: tokens_per_step(
+                    [r for r in fields["requests"] if r["task"] == task]
+                )
+                for task in tasks
+            },
+            "tokens_per_step_not_repetitive": tokens_per_step(
+                [r for r in fields["requests"] if not is_repetitive(r["tokens"])]
+            ),
             **fields,
         }
 
@@ -125,6 +138,12 @@ class Comparison:
         text = json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
         (folder / "report.json").write_text(text + "\n", encoding="utf-8")
         (folder / "report.md").write_text(markdown(self.to_dict()), encoding="utf-8")
+
+
+def tokens_per_step(requests: Sequence[Mapping[str, Any]]) -> float:
+    """Of some requests together; 0 for none."""
+    steps = sum(request["num_steps"] for request in requests)
+    return sum(request["num_emitted"] for request in requests) / max(steps, 1)
 
 
 def recommend(

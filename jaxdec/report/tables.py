@@ -109,17 +109,38 @@ def _sentence(finding: Record) -> str:
 def caption(report: Record) -> str:
     """What was held fixed, in one line."""
     settings, model = report["settings"], report["model"]
+    size = settings["batch_size"]
+    together = "one at a time" if size == 1 else f"in batches of {size}"
     return (
         f"{model['name']} in {model['dtype']} on {settings['device']}; "
-        f"{len(settings['prompts'])} prompts one at a time, at most "
+        f"{len(settings['prompts'])} prompts {together}, at most "
         f"{settings['max_new_tokens']} new tokens, seed {settings['seed']}"
     )
+
+
+def task_table(report: Record) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Tokens per step by task: titles, and a row a strategy."""
+    records = report["strategies"]
+    tasks = list(records[0]["tokens_per_step_by_task"])
+    titles = ("strategy", *tasks, "all", "not repetitive")
+    rows = [
+        (
+            _name(record),
+            *(f"{record['tokens_per_step_by_task'][task]:.2f}" for task in tasks),
+            f"{record['tokens_per_step']:.2f}",
+            f"{record['tokens_per_step_not_repetitive']:.2f}",
+        )
+        for record in records
+    ]
+    return titles, rows
 
 
 def markdown(report: Record) -> str:
     """The whole report as Markdown."""
     lines = ["# Decoding strategies compared", "", caption(report), ""]
     lines += _table(HEADERS, rows(report))
+    lines += ["", "## Tokens per step", ""]
+    lines += _table(*task_table(report))
     lines += ["", "## Advice", ""]
     lines += [f"- {line}" for line in advice_lines(report)]
     lines += ["", "## Quality", ""]

@@ -12,11 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxdec.statistics import is_repetitive
 from jaxdec.training.batches import Batch
-
-REPEATED = 0.3
-"""Answers that repeat more of their 4-grams than this are told apart: a small model
-that has begun to repeat itself is easy to draft for."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -82,7 +79,7 @@ class Validation:
                 continue
             for length, found in self.by_length.items():
                 found.add(right[row, :, :length], begin, end)
-            if repetition(batch.tokens[row, begin:end]) <= REPEATED:
+            if not is_repetitive(batch.tokens[row, begin:end].tolist()):
                 self.plain.add(right[row], begin, end)
 
     def summary(self) -> dict[str, Any]:
@@ -99,12 +96,3 @@ class Validation:
                 float(full.accepted.sum() / max(full.judged.sum(), 1)), 4
             ),
         }
-
-
-def repetition(tokens: np.ndarray, size: int = 4) -> float:
-    """The part of n-grams that occurred before."""
-    num = len(tokens) - size + 1
-    if num < 1:
-        return 0.0
-    grams = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), size)
-    return 1 - len(np.unique(grams, axis=0)) / num

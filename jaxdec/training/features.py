@@ -79,11 +79,13 @@ class KeptFeatures:
     rows: np.ndarray
     """``[tokens of the store, n, E]``, mapped from the file."""
     offsets: np.ndarray
+    columns: list[int]
+    """Which of the n are wanted."""
 
     def __call__(self, record: int | np.integer) -> np.ndarray:
-        """``[length, n, E]``, bfloat16."""
+        """``[length, wanted, E]``, bfloat16."""
         rows = self.rows[self.offsets[record] : self.offsets[record + 1]]
-        return rows.view(ml_dtypes.bfloat16)
+        return rows[:, self.columns].view(ml_dtypes.bfloat16)
 
 
 def keep_features(
@@ -98,7 +100,8 @@ def keep_features(
     """Computes what is not kept yet, and opens what is.
 
     Args:
-        folder: where they are kept.
+        folder: where they are kept. One that keeps more taps than these will do, so
+            that several kinds of drafters can share it.
         lm: the target.
         store: the tokens; one that has grown goes on where it ended.
         taps: what drafters will read.
@@ -106,11 +109,14 @@ def keep_features(
         progress: told ``(records done, records, text)``.
 
     Raises:
-        CheckpointError: the folder holds features of another target, of other tokens,
-            or of other taps.
+        CheckpointError: the folder holds features of another target or of other tokens,
+            or lacks a tap.
     """
     folder, features = Path(folder), features_of(lm, taps)
     folder.mkdir(parents=True, exist_ok=True)
+    wanted, found = features.kept, _taps_of(folder)
+    if set(wanted) < set(found):
+        features = features_of(lm, found)
     facts = {
         "target": lm.content_hash,
         "dtype": lm.dtype,
@@ -147,11 +153,17 @@ def keep_features(
         )
         if progress is not None:
             progress(num_done, len(store), "features")
-    return KeptFeatures(rows=rows, offsets=store.offsets)
+    columns = [features.kept.index(tap) for tap in wanted]
+    return KeptFeatures(rows=rows, offsets=store.offsets, columns=columns)
 
 
 def _compact(features: Features, params: Any, batch: Batch) -> Array:
     return features.kept_of(params, batch).astype(jnp.bfloat16)
+
+
+def _taps_of(folder: Path) -> tuple[int, ...]:
+    path = folder / "features.json"
+    return tuple(json.loads(path.read_text())["kept"]) if path.exists() else ()
 
 
 def _records_done(folder: Path, facts: dict, store: TokenStore) -> int:

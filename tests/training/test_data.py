@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxdec.io.checkpoint import CheckpointError
-from jaxdec.training.acceptance import Validation, repetition
+from jaxdec.training.acceptance import Validation
 from jaxdec.training.batches import Batch, Order, make_batch
 from jaxdec.training.objective import frequent_tokens
 from jaxdec.training.recipe import Eagle3Recipe, recipe_from
@@ -140,11 +140,6 @@ def test_a_walk_takes_the_rounds_that_decoding_would():
     assert found.summary()["tokens_per_step"] == 2.0
     assert found.summary()["acceptance_by_depth"] == [0.75, round(2 / 3, 4)]
     assert found.plain.tokens == 8
-
-
-def test_repetition_is_the_part_of_ngrams_seen_before():
-    assert repetition(np.arange(10)) == 0
-    assert repetition(np.array([1, 2, 3, 4] * 3)) == pytest.approx(5 / 9)
 
 
 def test_the_most_frequent_tokens_are_in_order_and_ties_are_settled():

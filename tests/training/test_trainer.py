@@ -156,8 +156,11 @@ def test_kept_features_train_like_computed_ones(tmp_path):
     again = keep_features(tmp_path / "features", lm, store(), taps)  # Reads the file.
     np.testing.assert_array_equal(kept(5), again(5))
     assert kept(5).shape == (store().length[5], len(taps), 64)
+    fewer = keep_features(tmp_path / "features", lm, store(), (taps[1],))
+    np.testing.assert_array_equal(fewer(5), kept(5)[:, [1, len(taps) - 1]])
+    keep_features(tmp_path / "few", lm, store(), (taps[1],))
     with pytest.raises(CheckpointError, match="other kept"):
-        keep_features(tmp_path / "features", lm, store(), (0,))
+        keep_features(tmp_path / "few", lm, store(), taps)
     runs = []
     for name, features in (("on", kept), ("off", None)):
         run = begin("eagle3", tmp_path / name)
