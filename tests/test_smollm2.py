@@ -58,21 +58,15 @@ def test_logits_match_the_reference():
         )
 
 
-def test_plain_and_drafted_greedy_say_the_reference():
+@pytest.mark.parametrize("strategy", ["greedy", "lookup"])
+def test_plain_and_drafted_greedy_say_the_reference(strategy):
     lm = load("float32")
+    options = dict(strategy=strategy, max_new_tokens=32, logprobs=0)
     for case in CASES.values():
         want = case["greedy"]
-        for strategy in ("greedy", jaxdec.lookup(6)):
-            out = jaxdec.generate(
-                lm,
-                [case["ids"]],
-                strategy=strategy,
-                max_new_tokens=32,
-                logprobs=0,
-                stop_tokens=[2],
-            )
-            assert list(out[0].tokens[: len(want)]) == want
-    chat = jaxdec.generate(lm, "What is the capital of France?", max_new_tokens=32)
+        out = jaxdec.generate(lm, [case["ids"]], stop_tokens=[2], **options)
+        assert list(out[0].tokens[: len(want)]) == want
+    chat = jaxdec.generate(lm, "What is the capital of France?", **options)
     assert chat[0].text == "The capital of France is Paris."
     assert chat[0].finish_reason == "stop_token"
 
