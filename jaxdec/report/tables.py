@@ -138,14 +138,14 @@ def task_table(report: Record) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
 def markdown(report: Record) -> str:
     """The whole report as Markdown."""
     lines = ["# Decoding strategies compared", "", caption(report), ""]
-    lines += _table(HEADERS, rows(report))
+    lines += table(HEADERS, rows(report))
     lines += ["", "## Tokens per step", ""]
-    lines += _table(*task_table(report))
+    lines += table(*task_table(report))
     lines += ["", "## Advice", ""]
     lines += [f"- {line}" for line in advice_lines(report)]
     lines += ["", "## Quality", ""]
     titles = ("strategy", "perplexity", "repetition", "format", "distinct", "finish")
-    lines += _table(titles, [_quality(record) for record in report["strategies"]])
+    lines += table(titles, [_quality(record) for record in report["strategies"]])
     lines += ["", "## How to read it", ""]
     lines += [f"- {note}" for note in report["settings"]["notes"]]
     return "\n".join(lines) + "\n"
@@ -163,7 +163,9 @@ def _quality(record: Record) -> tuple[str, ...]:
     )
 
 
-def _table(titles: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+def table(titles: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown."""
+
     def line(cells):
         plain = (c.replace("-\n", "").replace("\n", " ") for c in cells)
         return f"| {' | '.join(c.replace('|', chr(92) + '|') for c in plain)} |"

@@ -1,0 +1,56 @@
+"""The card of a shipped drafter says what training and a comparison found."""
+
+from jaxdec.report import cards
+from jaxdec.training.recipe import Eagle3Recipe
+
+REPORT = {
+    "settings": {"prompts": [{}] * 5, "max_new_tokens": 32},
+    "strategies": [
+        {
+            "strategy": name,
+            "temperature": 0.7,
+            "draft_length": 4,
+            "acceptance_rate": 0.25,
+            "tokens_per_step": per_step,
+            "tokens_per_step_not_repetitive": 1.5,
+            "tokens_per_step_by_task": {"math": 2.125, "code": 1.0},
+            "num_steps": 9,
+        }
+        for name, per_step in (("greedy", 1.0), ("eagle3", 1.75))
+    ],
+}
+CARD = {
+    "target": {"name": "smollm2", "hash": "abc"},
+    "recipe": Eagle3Recipe(steps=1200).to_dict(),
+    "steps": 1200,
+    "minutes": 58.4,
+    "tokens_read": 3_456_789,
+    "answer_tokens": 1_000_000,
+    "sources": ["gsm8k-train", "math-train"],
+    "validation": {"tokens_per_step": 2.345, "tokens_per_step_not_repetitive": 2.0},
+    "licences": "MIT",
+    "command": "jaxdec train eagle3 --data answers --out run",
+}
+
+
+def test_a_card_has_what_is_known():
+    found = cards.acceptance(REPORT, ["eagle3", "eagle3_tree"])
+    assert [record["strategy"] for record in found] == ["eagle3"]
+    assert found[0]["num_prompts"] == 5 and "num_steps" not in found[0]
+    text = cards.markdown(CARD | {"acceptance": found})
+    for part in (
+        "# eagle3 for smollm2",
+        "content hash `abc`",
+        "1,000,000 tokens",
+        "gsm8k-train, math-train",
+        "licences of the prompts: MIT",
+        "1,200 steps in 58 minutes, 3,456,789 tokens read",
+        "`jaxdec train eagle3 --data answers --out run`",
+        "| steps | 1200 |",
+        "without decoding: 2.35, of those that are not repetitive 2.00",
+        "5 prompts, at most 32 new tokens, temperature 0.7, K = 4, "
+        "acceptance rate 25.0%",
+        "| strategy | math | code | all | not repetitive |",
+        "| eagle3 | 2.12 | 1.00 | 1.75 | 1.50 |",
+    ):
+        assert part in text
