@@ -119,6 +119,8 @@ def test_report_is_whole(report):
         assert set(FIELDS) <= set(strategy)
         asked = {name: strategy[name] for name in FIELDS}
         assert nulls(asked) == [], strategy["strategy"]
+        # No confidence, so nothing that it could be wrong by; all else is there.
+        assert nulls(strategy) == [".calibration_error"]
         assert strategy["num_compilations"] > 0 and strategy["compile_s"] > 0
     for name in STRATEGIES:
         assert f"| {name}" in text

@@ -96,10 +96,11 @@ class Comparison:
     def _strategy(self, entry: Entry) -> dict[str, Any]:
         evidence = self.evidence[entry.label]
         fields = evidence.to_dict()
-        for record in (fields, *fields["requests"]):
+        for record in (fields, *fields["requests"], *fields["source"].values()):
             for name in ("acceptance_rate", "repetition_rate"):
                 if name in record and record[name] is None:
                     record[name] = 0.0
+        for record in (fields, *fields["requests"]):
             # What is not reached at one position is reached at no later one.
             reached = record["conditional_acceptance_by_position"]
             record["conditional_acceptance_by_position"] = [
