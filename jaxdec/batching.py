@@ -232,10 +232,6 @@ class SlotDevice:
         )
         return jax.device_get(emitted)
 
-    def change(self, function: Callable[[DecodeState], DecodeState]) -> None:
-        """Replaces the slots by what a function makes of them; for tests."""
-        self._state = function(self._state)
-
 
 def _nobody(num: int, num_stop_slots: int, num_bias_slots: int) -> Request:
     """Requests that ask for nothing."""

@@ -246,7 +246,8 @@ def compare(
         int, typer.Option(help="Runs of each request; the median counts.")
     ] = 1,
     batch_size: Annotated[
-        int, typer.Option(help="Requests run together; speeds are of one at a time.")
+        int,
+        typer.Option(help="Requests run together; times are then those of a batch."),
     ] = 1,
     dtype: Dtype = "bfloat16",
     exact: Annotated[

@@ -121,7 +121,6 @@ def compare(
                 strategy=entry.config,
                 temperature=entry.temperature,
                 seed=[_seed(seed, batch_size * i + row) for row in range(len(group))],
-                single=False,
                 output_format=ANY_TEXT if output_format is None else output_format,
                 **options,
             )

@@ -7,7 +7,8 @@ print(tickets[0].text, tickets[0].record.ttft_s)
 
 A server has a number of slots on one compiled step (`jaxdec.batching`) and a policy
 that says whose turn it is (`jaxdec.scheduling`). With the rule ``match`` a request says
-what it says alone, whatever its neighbours, its slot and the time of its arrival.
+what it says alone, whatever its neighbours, its slot and the time of its arrival; but
+for rounding, which depends on the number of slots (`jaxdec.rounding`).
 Different strategies are groups of slots with a step of their own each; one prefill
 chunk, of one group, goes before the steps of all.
 

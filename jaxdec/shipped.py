@@ -6,17 +6,16 @@ when one is asked for.
 """
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdec.io.drafters.own import is_own
 from jaxdec.io.orbax import load_metadata
-from jaxdec.loaded_drafter import LoadedDrafter, Tree, load_drafter
-from jaxdec.strategies import StrategyConfig, lookup, resolve
-from jaxdec.trained import first_of, trained
+from jaxdec.loaded_drafter import load_drafter
+from jaxdec.strategies import StrategyConfig
+from jaxdec.trained import strategies_of
 
-_PLACES = ("checkpoints", "../checkpoints")
-"""In an installed package, and in the repository."""
 _TREES = ("mtp", "eagle3")
 """Strategies whose drafters can draft trees, too."""
 
@@ -33,9 +32,11 @@ class Shipped(NamedTuple):
 
 
 def checkpoints() -> Path | None:
-    """Where the drafters are; None if there are none."""
-    here = Path(__file__).resolve().parent
-    places = [(here / place).resolve() for place in _PLACES]
+    """Where the drafters are: in the package, or beside it in the repository."""
+    package = Path(__file__).resolve().parent
+    places = [package / "checkpoints"]
+    if (package.parent / "pyproject.toml").is_file():
+        places.append(package.parent / "checkpoints")
     return next((place for place in places if place.is_dir()), None)
 
 
@@ -67,25 +68,17 @@ def add_shipped(lm: Any, place: Path | None = None) -> None:
     """
     place = checkpoints() if place is None else place
     ours = [found for found in shipped(place) if found.target == lm.content_hash]
-    for found in ours:
+    # The best last: first_of is made with it.
+    for found in sorted(ours, key=lambda found: found.tokens_per_step):
+        made = functools.cache(functools.partial(_strategies, lm, found.folder))
+        for name in (found.strategy, f"{found.strategy}_tree", "first_of"):
+            if found.strategy in _TREES or not name.endswith("_tree"):
+                lm.strategies[name] = functools.partial(_pick, made, name)
 
-        @functools.cache
-        def drafter(folder: Path = found.folder) -> LoadedDrafter:
-            return load_drafter(folder, lm)
 
-        def chain(drafter=drafter) -> StrategyConfig:
-            return trained(drafter())
+def _strategies(lm: Any, folder: Path) -> dict[str, StrategyConfig]:
+    return strategies_of(load_drafter(folder, lm))
 
-        def tree(drafter=drafter) -> StrategyConfig:
-            return trained(drafter(), tree=Tree())
 
-        lm.strategies[found.strategy] = chain
-        if found.strategy in _TREES:
-            lm.strategies[f"{found.strategy}_tree"] = tree
-    if ours:
-        best = max(ours, key=lambda found: found.tokens_per_step)
-
-        def mixture() -> StrategyConfig:
-            return first_of(lookup(min_ngram=3), resolve(best.strategy, lm=lm))
-
-        lm.strategies["first_of"] = mixture
+def _pick(made: Callable[[], dict[str, StrategyConfig]], name: str) -> StrategyConfig:
+    return made()[name]

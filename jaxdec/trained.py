@@ -364,6 +364,15 @@ def add_drafter(lm: Any, drafter: LoadedDrafter) -> list[str]:
         ValueError: the drafter was loaded for another target.
     """
     drafter.check_target(lm)
+    found = strategies_of(drafter)
+    for name, config in found.items():
+        lm.strategies[name] = config
+        lm.notes.pop(name, None)
+    return list(found)
+
+
+def strategies_of(drafter: LoadedDrafter) -> dict[str, StrategyConfig]:
+    """What a drafter can be used as, by name; see `add_drafter`."""
     chain = trained(drafter)
     found: list[StrategyConfig] = [chain, first_of(lookup(min_ngram=3), chain)]
     try:
@@ -372,10 +381,7 @@ def add_drafter(lm: Any, drafter: LoadedDrafter) -> list[str]:
         pass  # It does not go on from its own tokens.
     else:
         found.append(trained(drafter, tree=Tree()))
-    for config in found:
-        lm.strategies[config.name] = config
-        lm.notes.pop(config.name, None)
-    return [config.name for config in found]
+    return {config.name: config for config in found}
 
 
 def add_native(lm: Any, checkpoint: Any) -> None:
