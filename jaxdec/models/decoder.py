@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxdec.cache import init_kv_cache
 from jaxdec.models.config import ModelConfig
@@ -100,13 +100,14 @@ class Decoder(nnx.Module):
         output = self._run(tokens, position, taps, apply)
         return tuple(rows), output
 
-    def read_all(self, tokens, mask, taps):
+    def read_all(self, tokens, taps):
         """Whole sequences at once, from nothing; for training."""
+        place = places(tokens)
 
         def apply(_, layer, x, rotations):
-            return layer.read_all(x, rotations, mask)[0]
+            return layer.read_all(x, rotations, place)[0]
 
-        return self._run(tokens, places(tokens), taps, apply)
+        return self._run(tokens, place, taps, apply)
 
     def _run(self, tokens, position, taps, apply):
         config = self.config
@@ -134,12 +135,6 @@ def places(tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """The positions of sequences that begin at 0."""
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     return jnp.broadcast_to(steps[None], tokens.shape)
-
-
-def causal_mask(tokens: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
-    """Which tokens of whole sequences each may attend: itself and those before it."""
-    batch, num = tokens.shape
-    return jnp.broadcast_to(jnp.tri(num, dtype=bool)[None], (batch, num, num))
 
 
 @functools.cache
@@ -200,7 +195,7 @@ def make_reader(
         return nnx.merge(graph, state)
 
     def read(params, tokens):
-        return merged(params).read_all(tokens, causal_mask(tokens), taps)
+        return merged(params).read_all(tokens, taps)
 
     def normed(params, hidden):
         norm = Norm(config.hidden_size, eps=config.norm_eps, kind=config.norm)

@@ -168,14 +168,14 @@ class Eagle(nnx.Module):
             hidden = layer.leave(residual, y)
         return (tuple(keys), tuple(values)), self.finish(hidden)
 
-    def read_all(self, hidden, tokens, position, mask, earlier, shared):
+    def read_all(self, hidden, tokens, position, place, earlier, shared):
         hidden, embedded = self.enter(hidden, tokens, shared)
         turned = self.rotate(position)
         rows = []
         for i, layer in enumerate(self.layers):
             x, residual = layer.enter(hidden, embedded)
             before = [made[i] for made in earlier]
-            y, row = layer.attention.read_all(x, turned, mask, before)
+            y, row = layer.attention.read_all(x, turned, place, before)
             rows.append(row)
             hidden = layer.leave(residual, y)
         return tuple(rows), self.finish(hidden)
@@ -199,8 +199,9 @@ class EagleNetwork(NamedTuple):
     (a `jaxdec.models.layers.Held` with tuples of keys and values, one per layer). A
     sliding window reaches back from `seen_from`, ``[B, T]``."""
     read_all: Callable[..., tuple[tuple, Float[Array, "B T H"]]]
-    """``(params, hidden, tokens, position, mask[B,T,T], earlier)``: one pass over whole
-    sequences; `earlier` are the rows that earlier passes returned."""
+    """``(params, hidden, tokens, position, place[B,T], earlier)``: one pass over
+    sequences; `earlier` are the rows that earlier passes returned, the first of which
+    read them whole."""
     logits: Callable[[DrafterParams, Float[Array, "B T H"]], Float[Array, "B T W"]]
     normed: Callable[[DrafterParams, Float[Array, "B T H"]], Float[Array, "B T H"]]
     """What the head reads, given what passes on."""
@@ -275,9 +276,9 @@ def make_network(
             cache, held, hidden, tokens, position, seen_from, params.shared
         )
 
-    def read_all(params, hidden, tokens, position, mask, earlier=()):
+    def read_all(params, hidden, tokens, position, place, earlier=()):
         return module(params).read_all(
-            hidden, tokens, position, mask, earlier, params.shared
+            hidden, tokens, position, place, earlier, params.shared
         )
 
     def mask_hidden(params):

@@ -301,7 +301,7 @@ class Attention(nnx.Module):
         )
         return self.finish(x, y), (keys, values)
 
-    def read_all(self, x, cos_sin, mask, earlier=()):
+    def read_all(self, x, cos_sin, place, earlier=()):
         """Whole sequences at once, from nothing; for training.
 
         Every product is in the dtype of the weights.
@@ -309,10 +309,11 @@ class Attention(nnx.Module):
         Args:
             x: ``[B, T, I]``.
             cos_sin: the rotation of the T tokens.
-            mask: ``[B, T, T]``, which of the first rows each may attend.
-            earlier: keys and values of earlier passes over the same T places. Then the
-                first pass is what all attend, and of later ones, this one among them, a
-                place attends its own entry only.
+            place: ``[B, T]``, where in the sequence each stands; it may attend the rows
+                of the first pass up to there.
+            earlier: keys and values of earlier passes. The first of them read all
+                places, the later ones the same T. Of these, and of this pass, a place
+                attends its own entry only.
 
         Returns:
             ``[B, T, E]``, and the keys and values of this pass.
@@ -321,9 +322,11 @@ class Attention(nnx.Module):
         dtype = self.qkv.weight.dtype
         rows = (key.astype(dtype), value.astype(dtype))
         (keys, values), *own = (*earlier, rows)
+        index = jnp.arange(keys.shape[2], dtype=jnp.int32)
+        distance = place[:, :, None] - index[None, None]
+        mask = distance >= 0
         if self.window is not None:
-            place = jnp.arange(x.shape[1], dtype=jnp.int32)
-            mask = mask & (place[:, None] - place[None] < self.window)[None]
+            mask = mask & (distance < self.window)
         y = attend_all(query, keys, values, mask, own, scale=self.scale)
         return self.finish(x, y), rows
 
@@ -389,10 +392,10 @@ class Block(nnx.Module):
         )
         return self.finish(x, y), held
 
-    def read_all(self, x, cos_sin, mask, earlier=()):
+    def read_all(self, x, cos_sin, place, earlier=()):
         """The block over whole sequences; see `Attention.read_all`."""
         y, rows = self.attention.read_all(
-            self.attention_norm(x), cos_sin, mask, earlier
+            self.attention_norm(x), cos_sin, place, earlier
         )
         return self.finish(x, y), rows
 

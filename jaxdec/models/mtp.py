@@ -135,9 +135,10 @@ class MtpNetwork(NamedTuple):
     mask)``: rows ``start ..`` of `held`, which attend the module's live rows and those
     held rows that ``mask[B, T, R]`` allows."""
     read_all: Callable[..., tuple[tuple, Float[Array, "B T E"]]]
-    """``(params, module, hidden, tokens, position, mask[B,T,T], earlier)``: one pass
-    over whole sequences, for training; `earlier` are the rows that earlier passes of
-    the module returned. Returns this pass's, and what is carried on."""
+    """``(params, module, hidden, tokens, position, place[B,T], earlier)``: one pass for
+    training; `earlier` are the rows that earlier passes of the module returned, the
+    first of which read whole sequences. Returns this pass's, and what is carried on.
+    """
     forward: Callable[..., Float[Array, "B T E"]]
     """``(params, module, hidden, tokens)``: rows 0 .. T - 1 without a cache, causal.
     Returns what is carried on."""
@@ -347,12 +348,12 @@ def make_mtp(
         )
         return held, carried(module, x)
 
-    def read_all(params, index, hidden, tokens, position, mask, earlier=()):
+    def read_all(params, index, hidden, tokens, position, place, earlier=()):
         module = merged(params).modules[index]
         x, rows = module.block.read_all(
             module.combine(embed(params, tokens), hidden),
             rotations(index, position),
-            mask,
+            place,
             earlier,
         )
         return rows, carried(module, x)

@@ -47,9 +47,28 @@ class Slice:
 
 
 def bucket_lengths(lengths: np.ndarray, num: int, multiple: int = 32) -> list[int]:
-    """Up to `num` lengths that divide the records into parts of about equal size."""
-    edges = np.quantile(lengths, np.linspace(0, 1, num + 1)[1:])
-    return sorted({int(-(-edge // multiple) * multiple) for edge in edges})
+    """The `num` lengths, or fewer, with which padding adds least.
+
+    Args:
+        lengths: of the records, at least one.
+        num: lengths at most.
+        multiple: every length is one of it.
+    """
+    sizes, counts = np.unique(-(-lengths // multiple) * multiple, return_counts=True)
+    below = np.concatenate([[0], np.cumsum(counts)])
+    # cost[j]: the least padded total of all records that fit sizes[:j].
+    cost = np.where(np.arange(len(sizes) + 1) == 0, 0.0, np.inf)
+    choices = []
+    for _ in range(min(num, len(sizes))):
+        padded = below[1:, None] - below[None, :-1]
+        total = cost[None, :-1] + np.where(padded > 0, padded * sizes[:, None], np.inf)
+        choices.append(np.argmin(total, axis=1))
+        cost = np.concatenate([[np.inf], np.min(total, axis=1)])
+    found, j = [], len(sizes)
+    for choice in reversed(choices):
+        found.append(int(sizes[j - 1]))
+        j = int(choice[j - 1])
+    return sorted(found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -130,9 +130,9 @@ def keep_features(
         file.truncate(shape[0] * width[0] * width[1] * 2)
     rows = np.memmap(folder / "features.bin", np.uint16, mode="r+", shape=shape)
     read = jax.jit(lambda params, batch: _compact(features, params, batch))
-    lengths = bucket_lengths(store.length, 3)
+    lengths = bucket_lengths(store.length, 8)
     while num_done < len(store):
-        some = np.arange(num_done, min(num_done + 8 * batch_size, len(store)))
+        some = np.arange(num_done, min(num_done + 32 * batch_size, len(store)))
         # Similar lengths together; the file's order is the store's all the same.
         some = some[np.argsort(store.length[some], kind="stable")]
         for i in range(0, len(some), batch_size):

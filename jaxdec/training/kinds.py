@@ -26,6 +26,7 @@ from jaxdec.training import block, draft
 from jaxdec.training.features import features_of
 from jaxdec.training.objective import (
     Objective,
+    draw_places,
     frequent_tokens,
     head_of,
     shifted_mask,
@@ -194,11 +195,15 @@ def _recurrent(
     unroll = functools.partial(losses_and_right, net, features)
 
     def losses(own, frozen, batch, keys):
-        del keys
-        return unroll(own, frozen, batch, num=recipe.passes, decay=recipe.decay)[0]
+        size = min(recipe.num_places, batch.tokens.shape[1])
+        begin = draw_places(batch, keys, size, ahead=2)
+        kw = dict(size=size, num=recipe.passes, decay=recipe.decay)
+        return unroll(own, frozen, batch, begin, **kw)[0]
 
     def right(own, frozen, batch):
-        return unroll(own, frozen, batch, num=recipe.draft_length, decay=1.0)[1]
+        rows, size = batch.tokens.shape
+        kw = dict(size=size, num=recipe.draft_length, decay=1.0)
+        return unroll(own, frozen, batch, jnp.zeros(rows, jnp.int32), **kw)[1]
 
     return Objective(
         family=family,
@@ -320,12 +325,16 @@ def _draft(recipe: DraftRecipe, lm: Any, ids: np.ndarray) -> Objective:
 
     reader, features = make_reader(config, dtype=lm.dtype), features_of(lm, ())
 
+    read = functools.partial(draft.losses_and_right, reader, features)
+
     def losses(own, frozen, batch, keys):
-        del keys
-        return draft.losses_and_right(reader, features, own, frozen, batch)[0]
+        size = min(recipe.num_places, batch.tokens.shape[1])
+        begin = draw_places(batch, keys, size, ahead=1)
+        return read(own, frozen, batch, begin, size)[0]
 
     def right(own, frozen, batch):
-        found = draft.losses_and_right(reader, features, own, frozen, batch)[1]
+        rows, size = batch.tokens.shape
+        found = read(own, frozen, batch, jnp.zeros(rows, jnp.int32), size)[1]
         # Draft token k from row i is said at place i + 1 + k.
         depths = range(recipe.draft_length)
         return jnp.stack([shifted_mask(found, 1 + k) for k in depths], axis=2)

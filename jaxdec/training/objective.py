@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxdec.training.batches import Batch
 from jaxdec.training.features import Features
@@ -67,6 +67,28 @@ def frequent_tokens(
 def shifted(tokens: Int[Array, "B T"], num: int) -> Int[Array, "B T"]:
     """The token `num` places later; 0 past the end."""
     return jnp.pad(tokens[:, num:], ((0, 0), (0, min(num, tokens.shape[1]))))
+
+
+def cut(x: Shaped[Array, "B T ..."], begin: Int[Array, "B"], num: int) -> Array:
+    """`num` places of every sequence, from `begin` on; none past the end."""
+
+    def one(row, first):
+        return jax.lax.dynamic_slice_in_dim(row, first, num)
+
+    return jax.vmap(one)(x, begin)
+
+
+def draw_places(batch: Batch, keys: Any, num: int, ahead: int) -> Int[Array, "B"]:
+    """Where `num` neighbouring places begin whose tokens `ahead` are answers.
+
+    All of an answer where it is as short as that, else a part of it drawn by the key.
+    """
+    first = jnp.maximum(jnp.asarray(batch.prompt_length) - ahead, 0)
+    spare = jnp.maximum(jnp.asarray(batch.length) - ahead - num - first, 0)
+    drawn = jax.vmap(lambda key, most: jax.random.randint(key, (), 0, most + 1))(
+        keys, spare
+    )
+    return jnp.minimum(first + drawn, batch.tokens.shape[1] - num)
 
 
 def is_drafted(batch: Batch, depth: int) -> Bool[Array, "B T"]:

@@ -30,7 +30,7 @@ class Recipe:
     num_validation: int = 48
     """Records that validation reads."""
     save_every: int = 100
-    num_buckets: int = 3
+    num_buckets: int = 6
     """Lengths that sequences are padded to."""
 
     def __post_init__(self):
@@ -44,8 +44,9 @@ class Recipe:
                         f"{field.name} must be a {'whole ' if whole else ''}number of "
                         f"at least 0, got {value!r}"
                     )
-        for name in ("steps", "batch_size", "vocabulary", "save_every", "num_buckets"):
-            if getattr(self, name) < 1:
+        least_one = ("steps", "batch_size", "vocabulary", "save_every", "num_buckets")
+        for name in (*least_one, "num_places"):
+            if getattr(self, name, 1) < 1:
                 raise ValueError(f"{name} must be at least 1, got 0")
         for name, allowed in (
             ("optimiser", ("muon", "adamw")),
@@ -63,7 +64,15 @@ class Recipe:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle3Recipe(Recipe):
+class PlacesRecipe(Recipe):
+    """What those share that learn at neighbouring places of an answer."""
+
+    num_places: int = 192
+    """Of a sequence and a step, so many: where the answer is longer, any part of it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Recipe(PlacesRecipe):
     """EAGLE-3, in the format of speculators."""
 
     kind: ClassVar[str] = "eagle3"
@@ -81,7 +90,7 @@ class Eagle3Recipe(Recipe):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MtpRecipe(Recipe):
+class MtpRecipe(PlacesRecipe):
     """One multi-token-prediction module, a layer like the target's."""
 
     kind: ClassVar[str] = "mtp"
@@ -135,7 +144,7 @@ class DsparkRecipe(BlockRecipe):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftRecipe(Recipe):
+class DraftRecipe(PlacesRecipe):
     """A small language model made of some of the target's layers."""
 
     kind: ClassVar[str] = "draft"

@@ -12,6 +12,8 @@ the draft that begins when the target has read tokens 0 .. i, as long as it is r
 true features, so that is not what is drafted with; here it is.)
 
 The loss is the cross-entropy with the target's law, each pass weighted by `decay` less.
+Only places in an answer have one, so after pass 0, whose rows are what places attend,
+the others are left out.
 """
 
 from collections.abc import Callable
@@ -20,16 +22,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxdec.models.decoder import causal_mask, places
+from jaxdec.models.decoder import places
 from jaxdec.models.eagle import EagleNetwork
 from jaxdec.models.layers import matmul
 from jaxdec.models.mtp import MtpNetwork
 from jaxdec.training.batches import Batch
 from jaxdec.training.features import Features
 from jaxdec.training.losses import head_loss, probabilities, soft_cross_entropy
-from jaxdec.training.objective import Losses, is_drafted, shifted
+from jaxdec.training.objective import Losses, cut, is_drafted, shifted
 from jaxdec.types import DrafterParams, Params
 
 
@@ -39,7 +41,7 @@ class Unrolled(NamedTuple):
     taps: tuple[int, ...]
     fuse: Callable[[DrafterParams, Array], Array]
     read_all: Callable[..., tuple[Any, Array]]
-    """``(params, hidden, tokens, position, mask, earlier)``."""
+    """``(params, hidden, tokens, position, place, earlier)``."""
     normed: Callable[[DrafterParams, Array], Array]
     """What the head reads."""
 
@@ -57,8 +59,8 @@ def unrolled_eagle(network: EagleNetwork) -> Unrolled:
 def unrolled_mtp(network: MtpNetwork) -> Unrolled:
     """One MTP module, used again and again."""
 
-    def read_all(params, hidden, tokens, position, mask, earlier):
-        return network.read_all(params, 0, hidden, tokens, position, mask, earlier)
+    def read_all(params, hidden, tokens, position, place, earlier):
+        return network.read_all(params, 0, hidden, tokens, position, place, earlier)
 
     return Unrolled(
         taps=network.config.taps,
@@ -72,16 +74,21 @@ def passes(
     net: Unrolled,
     params: DrafterParams,
     features: Float[Array, "B T F"],
-    tokens: Array,
+    tokens: Int[Array, "B T"],
+    begin: Int[Array, "B"],
+    size: int,
     num: int,
-) -> Float[Array, "B num T E"]:
-    """What the head reads after each pass."""
+) -> Float[Array, "B num size E"]:
+    """What the head reads after each pass, at `size` places from `begin` on."""
+    place = places(tokens)
     hidden = net.fuse(params, features)
-    mask, position = causal_mask(tokens), places(tokens)
-    earlier, out = [], []
-    for t in range(num):
+    rows, hidden = net.read_all(params, hidden, shifted(tokens, 1), place, place, ())
+    place, hidden = cut(place, begin, size), cut(hidden, begin, size)
+    earlier, out = [rows], [net.normed(params, hidden)]
+    for t in range(1, num):
+        token = cut(shifted(tokens, 1 + t), begin, size)
         rows, hidden = net.read_all(
-            params, hidden, shifted(tokens, 1 + t), position + t, mask, tuple(earlier)
+            params, hidden, token, place + t, place, tuple(earlier)
         )
         earlier.append(rows)
         out.append(net.normed(params, hidden))
@@ -94,10 +101,12 @@ def losses_and_right(
     own: Params,
     frozen: Params,
     batch: Batch,
+    begin: Int[Array, "B"],
     *,
+    size: int,
     num: int,
     decay: float,
-) -> tuple[Losses, Bool[Array, "B T num"]]:
+) -> tuple[Losses, Bool[Array, "B size num"]]:
     """The losses of `num` passes, and where each is right.
 
     Args:
@@ -107,6 +116,8 @@ def losses_and_right(
         frozen: ``target``, its arrays; ``teacher``, the rows of its head that the
             drafter has; ``draft_index``, the drafter's token for each of the target's.
         batch: sequences.
+        begin: the first place that counts.
+        size: how many do.
         num: passes.
         decay: weight of a pass against the one before.
     """
@@ -114,22 +125,28 @@ def losses_and_right(
     kept = features.kept_of(frozen["target"], batch)
     joined = features.joined(frozen["target"], kept, net.taps)
     said = features.of(frozen["target"], kept, features.num_layers + 1)
-    hidden = passes(net, params, joined, batch.tokens, num)
-    index = jnp.take(frozen["draft_index"], batch.tokens, mode="clip")
-    size = frozen["teacher"].shape[0]
-    labels = jnp.stack([shifted(index, 2 + t) for t in range(num)], axis=1)
-    drafted = jnp.stack([is_drafted(batch, t) for t in range(num)], axis=1)
+    tokens = jnp.asarray(batch.tokens)
+    hidden = passes(net, params, joined, tokens, begin, size, num)
+    index = jnp.take(frozen["draft_index"], tokens, mode="clip")
+    known = frozen["teacher"].shape[0]
+
+    def by_depth(of_depth):
+        return jnp.stack([cut(of_depth(t), begin, size) for t in range(num)], axis=1)
+
+    labels = by_depth(lambda t: shifted(index, 2 + t))
+    drafted = by_depth(lambda t: is_drafted(batch, t))
     by_pass = jnp.asarray(decay ** np.arange(num), jnp.float32)[None, :, None]
-    weights = jnp.where(drafted & (labels < size), by_pass, 0.0)
+    weights = jnp.where(drafted & (labels < known), by_pass, 0.0)
+
+    # Pass t at place i is taught by the law after place i + 1 + t.
+    said = cut(jnp.pad(said[:, 1:], ((0, 0), (0, num), (0, 0))), begin, size + num - 1)
 
     def teacher(said):
-        """The law after every place; after place i + 1 + t for pass t."""
-        logits = matmul(said, frozen["teacher"], out_first=True)
-        return jnp.pad(probabilities(logits), ((0, num), (0, 0)))
+        return probabilities(matmul(said, frozen["teacher"], out_first=True))
 
     def row_loss(logits, law, own):
         weight, label, t = own
-        law = jax.lax.dynamic_slice_in_dim(law, 1 + t, logits.shape[0])
+        law = jax.lax.dynamic_slice_in_dim(law, t, size)
         return soft_cross_entropy(logits, law, weight, label)
 
     which = jnp.broadcast_to(jnp.arange(num, dtype=jnp.int32), (len(labels), num))
