@@ -25,6 +25,8 @@ LEVELS = {
         "scheduling",
         "serving_loop",
         "simulation",
+        "speculation",
+        "serving_costs",
     ),
     7: (
         "lm",
