@@ -15,6 +15,7 @@ import toy
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxdec import batching, decoding, program, strategies
+from jaxdec.draft_length import when_wanted
 from jaxdec.drafters.draft_model import draft_model
 from jaxdec.drafters.dspark import block_drafter
 from jaxdec.drafters.eagle import eagle, recurrent_net

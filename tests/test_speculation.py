@@ -104,11 +104,11 @@ def test_rates_for_a_confidence_are_those_of_the_longest_draft():
 @functools.cache
 def served(rate, kind, draft_rate=1.0, seed=0):
     """A load on the simulated clock: records of plain, fixed or scheduled decoding."""
-    num = 120
+    num = 60
     arrivals = simulation.load(
         simulation.poisson_times(rate, num, seed),
         simulation.lognormal_lengths(20, 0.8, 200, num, seed + 1),
-        simulation.lognormal_lengths(40, 0.6, 120, num, seed + 2),
+        simulation.lognormal_lengths(25, 0.6, 80, num, seed + 2),
     )
     acceptance = Acceptance(conditional=ACCEPTANCE.conditional, draft_rate=draft_rate)
     rule = {
@@ -133,7 +133,7 @@ def speed(rate, kind, **options):
     return summarise(served(rate, kind, **options)).throughput_tokens_per_s
 
 
-RATES = (1.0, 8.0, 20.0, 40.0, 200.0)
+RATES = (1.0, 20.0, 200.0)
 
 
 @pytest.mark.parametrize("draft_rate", [1.0, 0.4])
@@ -180,11 +180,11 @@ def test_speculation_goes_off_with_the_load_and_comes_back():
 
 
 def test_replicas_share_a_load():
-    num = 90
+    num = 60
     arrivals = simulation.load(
-        simulation.poisson_times(60.0, num, 3),
+        simulation.poisson_times(90.0, num, 3),
         np.full(num, 10),
-        simulation.lognormal_lengths(30, 1.0, 200, num, 4),
+        simulation.lognormal_lengths(20, 1.0, 100, num, 4),
     )
     limits = Limits(num_slots=4, row_tokens=600, chunk=32)
     policy = policies.POLICIES["first_come"]
@@ -342,23 +342,3 @@ def test_draft_lengths_change_no_token_of_a_server(lm, name):
         ticket = server.submit(PROMPTS[0], max_new_tokens=24, temperature=0.8, seed=7)
         assert server.result(ticket) == expected[0]
         assert any(b.num_drafted for b in ticket.record.bursts) == some
-
-
-def test_a_server_measures_its_own_costs(lm):
-    server = jaxdec.Server(
-        lm,
-        jaxdec.lookup(4).with_widths(),
-        num_slots=2,
-        max_length=90,
-        prefill_chunk=16,
-    )
-    costs = server.measure_costs(40, repeats=1)
-    assert len(costs.step_s) == 2 and [n for n, _ in costs.limited_s] == [0, 2]
-    everything = (*costs.step_s, costs.chunk_s, costs.insert_s, costs.extract_s)
-    assert all(cost > 0 for cost in everything)
-    # Nothing is left of it.
-    expected = jaxdec.generate(lm, PROMPTS[1], strategy="greedy", max_new_tokens=9)
-    ticket = server.submit(PROMPTS[1], max_new_tokens=9)
-    with pytest.raises(RuntimeError, match="costs are measured on a server without"):
-        server.measure_costs()
-    assert server.result(ticket) == expected[0]
