@@ -10,6 +10,7 @@ thousands of requests per second) can be looked at without a model.
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -125,7 +126,7 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
-        return dataclasses.asdict(self)
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Profile":
@@ -155,17 +156,17 @@ class Profile:
 def config_of(strategy: Any, setup: Setup, profile: Profile | None = None) -> Any:
     """A strategy as this setup serves it.
 
-    Where drafts are scheduled it gets widths, so that shorter ones cost less; and, once
-    that was measured, a drafter with a confidence gets the rates of its steps.
+    It gets widths, so that shorter drafts cost less, and all kinds of speculation run
+    the same program. Where drafts are scheduled, and costs were measured, a drafter
+    with a confidence gets the rates of its steps.
     """
-    if setup.speculation != "scheduled":
-        return strategy
     config = strategy.with_widths()
-    is_limited = getattr(config, "threshold", None) is not None
-    if profile is None or is_limited or not isinstance(config, TrainedConfig):
+    if setup.speculation != "scheduled" or profile is None:
         return config
-    if config.steps_per_second or not config.draft.has_confidence:
+    if not isinstance(config, TrainedConfig) or not config.draft.has_confidence:
         return config
+    if config.threshold is not None or config.steps_per_second:
+        return config  # It was told how to limit drafts.
     rates = speculation.steps_per_second(profile.costs, setup.num_slots, config.length)
     return dataclasses.replace(config, steps_per_second=rates)
 

@@ -76,7 +76,7 @@ class Clock:
 
     def sleep(self, seconds):
         assert seconds > 0
-        self.now += seconds
+        self.now += max(seconds, 1e-7)  # Or rounding would stop the clock.
 
 
 class SlowDevice:
@@ -275,7 +275,7 @@ def test_a_false_bound_is_said_to_be_none():
     assert "no bound on token gaps holds: moving rows takes" in report["notes"][0]
 
 
-def test_a_thousand_replicas_carry_ten_thousand_requests_a_second():
+def test_hundreds_of_replicas_carry_ten_thousand_requests_a_second():
     """About their part of the rate each: nobody waits for a slot, and all is told."""
     num = 300
     arrivals = [
@@ -287,10 +287,12 @@ def test_a_thousand_replicas_carry_ten_thousand_requests_a_second():
         jaxdec.policies.POLICIES["first_come"],
         small().limits,
         COSTS,
-        num_replicas=1000,
+        num_replicas=400,
     )
     assert max(r.queue_wait_s for r in records) == 0
-    assert {r.ttft_s for r in records} == {pytest.approx(2 * 0.5 + 0.03125 + 0.25)}
+    # Two chunks, a move, and a step alone in the slots.
+    expected = 2 * 0.5 + 0.03125 + 0.125
+    np.testing.assert_allclose([r.ttft_s for r in records], expected)
 
 
 @pytest.fixture
