@@ -305,7 +305,18 @@ def serve(
     policy: str,
     progress: Progress = lambda *_: None,
 ) -> list[Record]:
-    """The load on the real server, in real time."""
+    """The load on the real server, in real time.
+
+    Raises:
+        ValueError: the profile is of another strategy.
+    """
+    length = profile.acceptance.length
+    if (profile.strategy, length) != (strategy.name, strategy.length):
+        raise ValueError(
+            f"the profile is of {profile.strategy!r} with {length} draft tokens, but "
+            f"{strategy.name!r} with {strategy.length} is to be served; measure that, "
+            "or add --simulate"
+        )
     server = setup.server(lm, config_of(strategy, setup, profile), policy)
     server.limit_drafts(profile.rule(setup.speculation))
     arrivals = setup.draw()

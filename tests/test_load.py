@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import types
 
 import numpy as np
 import pytest
@@ -264,8 +265,31 @@ def test_a_profile_is_of_one_chunk_and_of_all_slots():
         load_run.imitate(small(prefill_chunk=32), PROFILE, "first_come")
     with pytest.raises(ValueError, match="steps of up to 2 requests, but there are 3"):
         load_run.imitate(small(num_slots=3), PROFILE, "first_come")
+    with pytest.raises(ValueError, match="'lookup' with 2 draft tokens, but 'lookup'"):
+        load_run.serve(None, jaxdec.lookup(3), small(), PROFILE, "first_come")
     with pytest.raises(ValueError, match="no profile of a server"):
         Profile.from_dict({"costs": {}})
+
+
+def test_a_confidence_gets_the_rates_that_were_measured():
+    """DSpark's budget across the batch, from the costs of the very server."""
+    drafter = jaxdec.LoadedDrafter(
+        family="block",
+        config=types.SimpleNamespace(confidence="linear", markov="none", max_length=2),
+        own=(),
+        name="some",
+        format="some",
+        facts={},
+    )
+    config = jaxdec.trained(drafter, 2)
+    served = load_run.config_of(config, small(), PROFILE)
+    assert served.widths == (0, 1, 2)
+    expected = [1 / 0.25, 1 / 0.25, 1 / 0.3125, 1 / 0.3125, 1 / 0.375, 1 / 0.375]
+    assert served.steps_per_second[1:] == pytest.approx(expected)
+    for setup, profile in ((small(), None), (small(speculation="fixed"), PROFILE)):
+        assert load_run.config_of(config, setup, profile).steps_per_second == ()
+    limited = dataclasses.replace(config, threshold=0.5)
+    assert load_run.config_of(limited, small(), PROFILE).steps_per_second == ()
 
 
 def test_a_false_bound_is_said_to_be_none():
