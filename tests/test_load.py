@@ -281,7 +281,7 @@ def test_a_confidence_gets_the_rates_that_were_measured():
         format="some",
         facts={},
     )
-    config = jaxdec.trained(drafter, 2)
+    config = jaxdec.trained(drafter, length=2)
     served = load_run.config_of(config, small(), PROFILE)
     assert served.widths == (0, 1, 2)
     expected = [1 / 0.25, 1 / 0.25, 1 / 0.3125, 1 / 0.3125, 1 / 0.375, 1 / 0.375]

@@ -155,6 +155,9 @@ def test_the_load_may_decide_how_long_drafts_are(server, plain):
     assert set(running) == {1, 2}
     drafted = [{b.num_drafted for b in t.record.bursts} for t in tickets[1:3]]
     assert drafted[0] == {0, 1} and drafted[1] <= {0, 1, 2, 3}
+    # Also after steps without drafts, of which there is one in any five.
+    later = [b.num_drafted for b in tickets[1].record.bursts[5:]]
+    assert any(later)
     # Off altogether, then again without a limit.
     for rule, is_drafting in ((lambda num_running: 0, False), (None, True)):
         server.limit_drafts(rule)
