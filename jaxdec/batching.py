@@ -11,6 +11,9 @@ for longer than a chunk:
     extract   the row of a slot, as it stands: inserted again, it goes on where it was
     step      one round of every slot that is not free, and what each of them emitted
 
+A step may be told to draft less than its requests allow (`jaxdec.speculation`): that is
+a value too, and where the strategy has widths, or drafts nothing at all, it costs less.
+
 Different draft lengths, temperatures, seeds, limits and stop tokens are values in the
 rows, so all of these are compiled once.
 
@@ -32,6 +35,9 @@ from jaxdec.cache import KVCache
 from jaxdec.decoding import window
 from jaxdec.sampling_params import make_sampling_params
 from jaxdec.types import DecodeState, Request, Strategy, StrategyParams, pytree
+
+NO_LIMIT = 2**31 - 1
+"""Of the draft tokens of a step: as many as its requests allow."""
 
 
 @pytree
@@ -61,9 +67,11 @@ class Batching(NamedTuple):
     extract: Callable[[DecodeState, Int[Array, ""]], DecodeState]
     """``(slots, slot) -> row``."""
     step: Callable[
-        [StrategyParams, DecodeState, Bool[Array, "B"]], tuple[DecodeState, Emitted]
+        [StrategyParams, DecodeState, Bool[Array, "B"], Int[Array, ""]],
+        tuple[DecodeState, Emitted],
     ]
-    """``(params, slots, is_free) -> (slots, emitted)``."""
+    """``(params, slots, is_free, draft_limit) -> (slots, emitted)``; a step judges at
+    most `draft_limit` draft tokens of a row."""
 
 
 def slots(
@@ -113,10 +121,19 @@ def slots(
         return jax.tree.map(take, state)
 
     def step(
-        params: StrategyParams, state: DecodeState, is_free: Bool[Array, "B"]
+        params: StrategyParams,
+        state: DecodeState,
+        is_free: Bool[Array, "B"],
+        draft_limit: Int[Array, ""],
     ) -> tuple[DecodeState, Emitted]:
         before = vacate(state, blank(1), is_free)
-        after, info = strategy.step(params, before)
+        most = before.sequences.max_draft_length
+        limited = before.sequences.replace(
+            max_draft_length=jnp.minimum(most, draft_limit)
+        )
+        after, info = strategy.step(params, before.replace(sequences=limited))
+        # What a request allows is its own; the limit is this step's.
+        after = after.replace(sequences=after.sequences.replace(max_draft_length=most))
         emitted = Emitted(
             tokens=window(
                 after.sequences.tokens,
@@ -225,12 +242,25 @@ class SlotDevice:
         """A copy of the row in a slot."""
         return self._batching.extract(self._state, jnp.int32(slot))
 
-    def step(self, is_free: Bool[np.ndarray, "B"]) -> Emitted:
-        """One round of all slots that are not free, on the host."""
+    def step(
+        self, is_free: Bool[np.ndarray, "B"], draft_limit: int | None = None
+    ) -> Emitted:
+        """One round of all slots that are not free, on the host.
+
+        Args:
+            is_free: which slots nobody runs in.
+            draft_limit: most draft tokens of a row in this step; None is no limit but
+                that of each request.
+        """
+        limit = NO_LIMIT if draft_limit is None else draft_limit
         self._state, emitted = self._batching.step(
-            self._params, self._state, jnp.asarray(is_free)
+            self._params, self._state, jnp.asarray(is_free), jnp.int32(limit)
         )
         return jax.device_get(emitted)
+
+    def wait(self, row: DecodeState | None = None) -> None:
+        """Until the slots, and a row beside them, are computed."""
+        jax.block_until_ready((self._state, row))
 
 
 def _nobody(num: int, num_stop_slots: int, num_bias_slots: int) -> Request:

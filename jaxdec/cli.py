@@ -1,4 +1,4 @@
-"""The `jaxdec` command: generate, compare, plan, inspect, models; those of training.
+"""The `jaxdec` command: generate, compare, plan, load, inspect, models; and training.
 
 One function per subcommand, and no logic of its own: what a subcommand prints is what
 the library returns. Results go to stdout; progress, evidence lines and errors go to
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxdec import console as terminal
-from jaxdec import plan_command, train_command
+from jaxdec import load_command, plan_command, train_command
 
 _HELP = """Decoding strategies for language models, chosen on evidence.
 
@@ -31,6 +31,8 @@ A worked path:
       certifies that none of them changes the answer, says which to use
   jaxdec plan --model qwen3-8b --topology v5e:2x2
       whether each strategy fits on a TPU, and when it pays, without one
+  jaxdec load --rate 2 --strategy lookup --sweep 1,10,100
+      serves many requests at once; how long they wait, here and simulated
   jaxdec inspect model.gguf
       what a checkpoint is; the other commands take it as --model
   jaxdec regenerate prompts.jsonl --out answers
@@ -333,6 +335,7 @@ def compare(
 
 
 app.command()(plan_command.plan)
+app.command()(load_command.load)
 
 
 @app.command()

@@ -19,6 +19,7 @@ and stop; none searches. (`match` is lossless for any length.)
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -149,6 +150,37 @@ def limited(drafter: Drafter, length_fn: LengthFn) -> Drafter:
         is_active = sequences.finish == FinishReason.NONE.value
         length = length_fn(draft.confidence, length, is_active)
         return state, draft.replace(length=jnp.minimum(draft.length, length))
+
+    return drafter._replace(propose=propose)
+
+
+def when_wanted(drafter: Drafter) -> Drafter:
+    """The same drafter, but where no running row may draft it does not propose.
+
+    For servers, which may turn drafting off for a step. What the drafter learns from
+    commits (`extend`) goes on, so that it can be turned on again at any time.
+    """
+
+    def propose(params: Params, state, sequences: Sequences):
+        is_running = sequences.finish == FinishReason.NONE.value
+        is_wanted = jnp.any(is_running & (sequences.max_draft_length > 0))
+        shapes = jax.eval_shape(drafter.propose, params, state, sequences)[1]
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        if drafter.keeps_state:
+            draft = jax.lax.cond(
+                is_wanted,
+                lambda: drafter.propose(params, state, sequences)[1],
+                lambda: nothing,
+            )
+            return state, draft
+
+        # What a branch returns is copied, what a loop carries is not: so it is a loop
+        # of one trip or none, and a cache in the state stays in place.
+        def once(carry):
+            return *drafter.propose(params, carry[0], sequences), jnp.bool_(False)
+
+        start = (state, nothing, is_wanted)
+        return jax.lax.while_loop(lambda carry: carry[2], once, start)[:2]
 
     return drafter._replace(propose=propose)
 

@@ -142,12 +142,28 @@ class Latency:
     """Requests per second that met the objective."""
 
 
-def summarise(records: Sequence[Record], objective: Objective | None = None) -> Latency:
-    """The figures of requests that were served together."""
+def span(records: Sequence[Record]) -> float:
+    """Seconds from first arrival to last burst; 0 where nobody said anything."""
+    last = [record.bursts[-1].time_s for record in records if record.bursts]
+    return max(last) - min(r.arrival_s for r in records) if last else 0.0
+
+
+def summarise(
+    records: Sequence[Record],
+    objective: Objective | None = None,
+    span_s: float | None = None,
+) -> Latency:
+    """The figures of requests.
+
+    Args:
+        records: what happened to them.
+        objective: what counts as good.
+        span_s: what rates are per; None is the span of requests that were served
+            together. Of several runs it is the sum of their spans.
+    """
     objective = Objective() if objective is None else objective
     gaps = np.array([gap for record in records for gap in record.token_gaps_s])
-    last = [record.bursts[-1].time_s for record in records if record.bursts]
-    span = max(last) - min(r.arrival_s for r in records) if last else 0.0
+    span_s = span(records) if span_s is None else span_s
 
     def mean_ms(values) -> float | None:
         known = [value for value in values if value is not None]
@@ -167,6 +183,6 @@ def summarise(records: Sequence[Record], objective: Objective | None = None) -> 
         p95_token_gap_ms=percentile_ms(95),
         p99_token_gap_ms=percentile_ms(99),
         max_token_gap_ms=percentile_ms(100),
-        throughput_tokens_per_s=ratio(sum(r.num_tokens for r in records), span),
-        goodput=ratio(sum(objective.is_met(record) for record in records), span),
+        throughput_tokens_per_s=ratio(sum(r.num_tokens for r in records), span_s),
+        goodput=ratio(sum(objective.is_met(record) for record in records), span_s),
     )

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdec import batching, decoding, rounding
+from jaxdec import batching, decoding, draft_length, rounding
 from jaxdec.models import sharding
 from jaxdec.models.decoder import make_model
 from jaxdec.sampling import make_sampling_params
@@ -114,10 +114,20 @@ def target_model(lm: Any, key: ProgramKey, taps: tuple[int, ...] = ()) -> Model:
     )
 
 
-def build(lm: Any, key: ProgramKey) -> tuple[Strategy, StrategyParams]:
-    """The strategy of a key on a loaded model, and its arrays; compiles nothing."""
+def build(
+    lm: Any, key: ProgramKey, *, is_optional: bool = False
+) -> tuple[Strategy, StrategyParams]:
+    """The strategy of a key on a loaded model, and its arrays; compiles nothing.
+
+    Args:
+        lm: the model.
+        key: what for.
+        is_optional: whether steps in which no row may draft are to cost less.
+    """
     rows = rounding.plain_rows(lm)
     drafter, drafter_params = key.config.build(lm, key.processor, rows)
+    if is_optional and drafter.max_length:
+        drafter = draft_length.when_wanted(drafter)
     strategy = decoding.speculative(
         target_model(lm, key, drafter.taps),
         drafter,
@@ -172,7 +182,7 @@ def compile_slots(lm: Any, key: ProgramKey) -> tuple[batching.Batching, Strategy
     A model keeps them, so a second server of the same shape compiles nothing.
     """
     if key not in lm.batchings:
-        strategy, params = build(lm, key)
+        strategy, params = build(lm, key, is_optional=True)
         functions = batching.slots(
             strategy,
             key.batch_size,

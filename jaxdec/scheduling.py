@@ -48,15 +48,13 @@ class Queue:
 
     def remove(self, job_id: int) -> "Queue":
         """Without a request, wherever it is."""
-
-        def other(job):
-            return None if job is not None and job.id == job_id else job
-
-        return Queue(
-            waiting=tuple(job for job in self.waiting if job.id != job_id),
-            reading=other(self.reading),
-            slots=tuple(map(other, self.slots)),
-        )
+        if self.reading is not None and self.reading.id == job_id:
+            return dataclasses.replace(self, reading=None)
+        for slot, job in enumerate(self.slots):
+            if job is not None and job.id == job_id:
+                return self._with_slot(slot, None)
+        waiting = tuple(job for job in self.waiting if job.id != job_id)
+        return dataclasses.replace(self, waiting=waiting)
 
     def said(self, slot: int, num_tokens: int) -> "Queue":
         """After the request in a slot emitted tokens, and read as many."""
@@ -118,18 +116,41 @@ class CostTable:
     """What a device's work takes, in seconds; measured or assumed."""
 
     step_s: tuple[float, ...]
-    """Entry n - 1: a step with n running requests."""
+    """Entry n - 1: a step with n running requests, and all the drafts there are."""
     chunk_s: float
     insert_s: float = 0.0
     extract_s: float = 0.0
+    limited_s: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """``(draft length, step_s)``, increasing: steps that judge at most so many draft
+    tokens of a row, where that was measured too."""
 
     def __post_init__(self):
-        costs = (*self.step_s, self.chunk_s, self.insert_s, self.extract_s)
+        steps = (self.step_s, *(times for _, times in self.limited_s))
+        costs = (*sum(steps, ()), self.chunk_s, self.insert_s, self.extract_s)
         if not self.step_s or not all(cost >= 0 for cost in costs):
             raise ValueError(
                 f"costs are seconds of at least 0, with one or more steps, got {self}; "
                 "measure them on the device"
             )
+        lengths = [length for length, _ in self.limited_s]
+        if lengths != sorted(set(lengths)) or len({len(t) for t in steps}) > 1:
+            raise ValueError(
+                "limited_s are increasing draft lengths, each with as many steps as "
+                f"step_s, got {self.limited_s}; measure all for the same slots"
+            )
+
+    def step(self, num_running: int, draft_limit: int | None = None) -> float:
+        """Seconds of a step with at most so many draft tokens of a row."""
+        if draft_limit is not None:
+            for length, times in self.limited_s:
+                if draft_limit <= length:
+                    return times[num_running - 1]
+        return self.step_s[num_running - 1]
+
+    @property
+    def longest_step_s(self) -> float:
+        """The longest of all steps."""
+        return max(max(self.step_s), *(max(t) for _, t in self.limited_s), 0.0)
 
 
 def token_gap_bound(*groups: CostTable) -> float:
@@ -146,7 +167,7 @@ def token_gap_bound(*groups: CostTable) -> float:
         ValueError: moving rows takes longer than the slack, so the bound is false.
     """
     chunk = max(costs.chunk_s for costs in groups)
-    steps = sum(max(costs.step_s) for costs in groups)
+    steps = sum(costs.longest_step_s for costs in groups)
     moves = max(costs.insert_s + costs.extract_s for costs in groups)
     bound = GAP_SLACK * (chunk + steps)
     if chunk + steps + moves > bound:

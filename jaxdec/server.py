@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from jaxdec import program
+from jaxdec import program, serving_costs
 from jaxdec.batching import SlotDevice
 from jaxdec.cache import round_capacity
 from jaxdec.call import Call, check
@@ -29,6 +29,7 @@ from jaxdec.lm import LM
 from jaxdec.policies import Limits, Policy, find_policy
 from jaxdec.program import ProgramKey, make_request
 from jaxdec.rounding import COMMON
+from jaxdec.scheduling import CostTable
 from jaxdec.serving_loop import ServingLoop
 from jaxdec.strategies import resolve
 from jaxdec.text import Generated, Piece
@@ -54,6 +55,7 @@ class Server:
         num_stop_tokens: int = 4,
         num_biases: int = 8,
         processor: LogitsProcessor | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         """Compiles the steps, unless a server of the same shapes did before.
 
@@ -73,6 +75,7 @@ class Server:
             num_stop_tokens: most stop tokens of a request.
             num_biases: most logit biases and bans of a request.
             processor: custom logits processor of all requests.
+            clock: the time in seconds, of all records.
 
         Raises:
             ValueError: options that make no sense together.
@@ -122,7 +125,8 @@ class Server:
                 processor=processor,
                 prefill_chunk=prefill_chunk,
             )
-            self._groups.append(_Group(lm, key, find_policy(policy), limits))
+            group = _Group(lm, key, find_policy(policy), limits, clock)
+            self._groups.append(group)
         self._turn = 0
         self._num_submitted = 0
         self._is_stepping = False
@@ -142,6 +146,7 @@ class Server:
         system: str | None = None,
         priority: int = 0,
         deadline_s: float = float("inf"),
+        arrival_s: float | None = None,
         on_piece: Callable[[Piece], Any] | None = None,
         **sampling: Any,
     ) -> Ticket:
@@ -160,7 +165,8 @@ class Server:
             chat: whether to apply the chat template to text.
             system: system message.
             priority: larger is more urgent, for the policy "priority".
-            deadline_s: on the clock of `time.perf_counter`, for the policy "deadline".
+            deadline_s: on the server's clock, for the policy "deadline".
+            arrival_s: when it arrived, on the server's clock; None is now.
             on_piece: called with every `Piece`. It may submit and cancel; if it raises,
                 its request is cancelled, and `Ticket.error` says why.
             **sampling: see `jaxdec.sampling_params.make_sampling_params`.
@@ -206,6 +212,7 @@ class Server:
             prompt_length=len(call.prompts[0]),
             max_new_tokens=call.max_new_tokens[0],
             client=ticket,
+            arrival_s=arrival_s,
             priority=priority,
             deadline_s=deadline_s,
         )
@@ -261,6 +268,45 @@ class Server:
         finally:
             self.cancel(ticket)
 
+    def limit_drafts(
+        self, rule: Callable[[int], int] | None, strategy: Any = None
+    ) -> None:
+        """Lets the load decide how long drafts are; no token changes, only the speed.
+
+        Args:
+            rule: how many requests run to the most draft tokens of each, such as
+                `jaxdec.speculation.scheduled`; None is no limit.
+            strategy: which group of slots; None is the first.
+        """
+        self._group_of(strategy).loop.draft_limit = rule
+
+    def measure_costs(
+        self,
+        context: int | None = None,
+        *,
+        strategy: Any = None,
+        repeats: int = serving_costs.REPEATS,
+        progress: Callable[[int, int, str], None] = lambda *_: None,
+    ) -> CostTable:
+        """Times the steps of a group of slots, and what else a round does.
+
+        Args:
+            context: tokens that a request has read; None is half of what a slot holds.
+            strategy: which group of slots; None is the first.
+            repeats: samples, of which the median counts.
+            progress: called with what is done, all, and words.
+
+        Raises:
+            RuntimeError: some request is not done.
+        """
+        if any(group.loop.is_busy for group in self._groups):
+            raise RuntimeError(
+                "costs are measured on a server without requests, and some of this one "
+                "are not done; run() it first, or cancel them"
+            )
+        group = self._group_of(strategy)
+        return group.measure_costs(self.lm, context, repeats, progress)
+
     @property
     def num_free_slots(self) -> int:
         """Slots of all groups that nobody runs in."""
@@ -306,7 +352,14 @@ class Server:
 class _Group:
     """The slots of one strategy."""
 
-    def __init__(self, lm: LM, key: ProgramKey, policy: Policy, limits: Limits):
+    def __init__(
+        self,
+        lm: LM,
+        key: ProgramKey,
+        policy: Policy,
+        limits: Limits,
+        clock: Callable[[], float],
+    ):
         self.key = key
         batching, params = program.compile_slots(lm, key)
         call = check(
@@ -316,8 +369,8 @@ class _Group:
             max_new_tokens=1,
             num_bias_slots=key.num_bias_slots,
         )
-        device = SlotDevice(batching, params, self.request(call, 0))
-        self.loop = ServingLoop(device, policy, limits, clock=time.perf_counter)
+        self.device = SlotDevice(batching, params, self.request(call, 0))
+        self.loop = ServingLoop(self.device, policy, limits, clock=clock)
 
     def request(self, call: Call, draft_length: int) -> Request:
         """A checked call in the shapes of the compiled step."""
@@ -330,6 +383,39 @@ class _Group:
             sampling=call.request.sampling,
             capacity=self.key.capacity,
             num_stop_slots=self.key.num_stop_slots,
+        )
+
+    def measure_costs(
+        self,
+        lm: LM,
+        context: int | None,
+        repeats: int,
+        progress: Callable[[int, int, str], None],
+    ) -> CostTable:
+        """Times the device; see `Server.measure_costs`."""
+        config, limits = self.key.config, self.loop.limits
+        new = config.length + 2
+        context = limits.row_tokens // 2 if context is None else context
+        context = max(2, min(context, limits.row_tokens - new))
+        # It repeats itself, so that drafters that look for that find a draft.
+        prompt = [i % min(16, lm.config.vocab_size) for i in range(context)]
+        call = check(
+            lm,
+            prompt,
+            single=True,
+            strategy=config,
+            max_new_tokens=new,
+            stop_tokens=(),
+            num_bias_slots=self.key.num_bias_slots,
+        )
+        return serving_costs.measure_costs(
+            self.device,
+            self.request(call, config.length),
+            num_chunks=-(-(context - 1) // limits.chunk),
+            num_slots=limits.num_slots,
+            lengths=serving_costs.draft_lengths(config.length, config.widths),
+            repeats=repeats,
+            progress=progress,
         )
 
 

@@ -66,8 +66,8 @@ class Device(Protocol):
         """The row in a slot, to be kept."""
         ...
 
-    def step(self, is_free: np.ndarray) -> Emitted:
-        """One round of the slots that are not free."""
+    def step(self, is_free: np.ndarray, draft_limit: int | None = None) -> Emitted:
+        """One round of the slots that are not free, with at most so many drafts."""
         ...
 
 
@@ -101,6 +101,8 @@ class ServingLoop:
         self.policy = policy
         self.limits = limits
         self.clock = clock
+        self.draft_limit: Callable[[int], int] | None = None
+        """Most draft tokens of a row by how many run; see `jaxdec.speculation`."""
         self.queue = Queue(slots=(None,) * limits.num_slots)
         self._served: dict[int, Served] = {}
 
@@ -108,6 +110,11 @@ class ServingLoop:
     def is_busy(self) -> bool:
         """Whether some request is not done."""
         return bool(self._served)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are not done."""
+        return len(self._served)
 
     def submit(
         self,
@@ -181,7 +188,8 @@ class ServingLoop:
         if not running:
             return False
         is_free = np.array([job is None for job in self.queue.slots])
-        emitted = self.device.step(is_free)
+        limit = None if self.draft_limit is None else self.draft_limit(len(running))
+        emitted = self.device.step(is_free, limit)
         now = self.clock()
         # All take before any is notified: no caller can make another miss a token.
         spoke = []

@@ -8,10 +8,15 @@ looked at, exactly and again: all randomness comes from seeds.
 
 A step emits one token, and draft tokens by the measured probability that each is
 accepted given that the one before it was, drawn for every request apart.
+
+Several replicas are as many devices, each with a queue of its own; a request is routed
+when it arrives, by what is known then.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import heapq
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -22,7 +27,11 @@ from jaxdec.latency import Record
 from jaxdec.policies import Limits, Policy
 from jaxdec.scheduling import CostTable
 from jaxdec.serving_loop import Served, ServingLoop
+from jaxdec.speculation import Acceptance
 from jaxdec.types import FinishReason
+
+ROUTES = ("least_loaded", "round_robin")
+"""To the replica with the fewest open requests, or to one after the other."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,76 +109,123 @@ def simulate(
     limits: Limits,
     costs: CostTable,
     *,
-    acceptance: Sequence[float] = (),
+    acceptance: Acceptance | Sequence[float] = (),
     seed: int = 0,
+    draft_limit: Callable[[int], int] | None = None,
+    num_replicas: int = 1,
+    route: str = "least_loaded",
+    progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> list[Record]:
     """Serves a load on a simulated clock.
 
     Args:
         arrivals: the load, in any order.
         policy: whom to prefer.
-        limits: what the device has to give.
+        limits: what a device has to give.
         costs: what its work takes.
-        acceptance: of draft token i, given that the one before it was accepted; empty
-            is plain decoding. As many are drafted in every step.
+        acceptance: what becomes of drafts; or only the probabilities of draft token i,
+            given that the one before it was accepted. Empty is plain decoding.
         seed: of the acceptance.
+        draft_limit: how many run to the most draft tokens of each; None drafts as many
+            as `acceptance` has.
+        num_replicas: devices with a queue of their own each.
+        route: which of them a request goes to, when it arrives: one of `ROUTES`.
+        progress: called with requests arrived, all, and words.
 
     Returns:
         The records, in the order of `arrivals`.
 
     Raises:
-        ValueError: a request that could never run, or costs for fewer slots.
+        ValueError: a request that could never run, costs for fewer slots, or no such
+            way to route.
     """
     if len(costs.step_s) < limits.num_slots:
         raise ValueError(
             f"costs has steps of up to {len(costs.step_s)} requests, but there are "
             f"{limits.num_slots} slots; measure a step with every slot running"
         )
-    device = SimulatedDevice(costs, limits.num_slots, acceptance)
-    loop = ServingLoop(device, policy, limits, clock=lambda: device.now_s)
+    if num_replicas < 1 or route not in ROUTES:
+        raise ValueError(
+            f"a load needs at least 1 replica and a route of {', '.join(ROUTES)}, got "
+            f"{num_replicas} and {route!r}"
+        )
+    if not isinstance(acceptance, Acceptance):
+        acceptance = Acceptance(conditional=tuple(acceptance))
+    replicas = [
+        _Replica(policy, limits, costs, acceptance, draft_limit)
+        for _ in range(num_replicas)
+    ]
     order = sorted(range(len(arrivals)), key=lambda i: arrivals[i].arrival_s)
-    served = {}
-    num_arrived = 0
-    while num_arrived < len(order) or loop.is_busy:
-        while num_arrived < len(order):
-            index = order[num_arrived]
-            arrival = arrivals[index]
-            if arrival.arrival_s > device.now_s:
-                break
-            num_arrived += 1
-            served[index] = loop.submit(
-                SimulatedRow(arrival, np.random.default_rng((seed, index))),
-                job_id=index,
-                prompt_length=arrival.prompt_length,
-                max_new_tokens=arrival.output_length,
-                client=_Listener(),
-                arrival_s=arrival.arrival_s,
-                priority=arrival.priority,
-                deadline_s=arrival.deadline_s,
-            )
-        if not loop.round() and num_arrived < len(order):
-            device.now_s = arrivals[order[num_arrived]].arrival_s
+    served: dict[int, Served] = {}
+    busy: list[tuple[float, int]] = []  # A heap: who is behind in time goes on first.
+
+    def run_until(time_s: float) -> None:
+        while busy and busy[0][0] < time_s:
+            _, which = busy[0]
+            replica = replicas[which]
+            assert replica.loop.round(), "a request waits, and nothing happens"
+            if replica.loop.is_busy:
+                heapq.heapreplace(busy, (replica.device.now_s, which))
+            else:
+                heapq.heappop(busy)
+
+    for number, index in enumerate(order):
+        arrival = arrivals[index]
+        run_until(arrival.arrival_s)
+        which = number % num_replicas
+        if route == "least_loaded":
+            which = min(range(num_replicas), key=lambda i: replicas[i].loop.num_open)
+        replica = replicas[which]
+        if not replica.loop.is_busy:
+            replica.device.now_s = max(replica.device.now_s, arrival.arrival_s)
+            heapq.heappush(busy, (replica.device.now_s, which))
+        served[index] = replica.loop.submit(
+            SimulatedRow(arrival, acceptance, np.random.default_rng((seed, index))),
+            job_id=index,
+            prompt_length=arrival.prompt_length,
+            max_new_tokens=arrival.output_length,
+            client=_Listener(),
+            arrival_s=arrival.arrival_s,
+            priority=arrival.priority,
+            deadline_s=arrival.deadline_s,
+        )
+        progress(number, len(order), f"{arrival.arrival_s:.1f} s of the load")
+    run_until(math.inf)
     return [served[index].record for index in range(len(arrivals))]
 
 
 class SimulatedRow:
-    """A request, and how far it got."""
+    """A request, what will become of its drafts, and how far it got."""
 
-    def __init__(self, arrival: Arrival, rng: np.random.Generator):
+    def __init__(
+        self, arrival: Arrival, acceptance: Acceptance, rng: np.random.Generator
+    ):
         self.arrival = arrival
-        self.rng = rng
         self.num_said = 0
+        self.num_steps = 0
+        # A step says a token at least, so it takes no more steps than tokens.
+        draws = rng.random((arrival.output_length, acceptance.length + 1))
+        is_kept = draws[:, 1:] < np.array(acceptance.conditional)[None]
+        self._has_draft = (draws[:, 0] < acceptance.draft_rate).tolist()
+        self._num_kept = np.cumprod(is_kept, axis=1).sum(axis=1).tolist()
+
+    def step(self, most: int) -> tuple[int, int]:
+        """Drafts at most so many tokens; how many it drafts, and are accepted."""
+        left = self.arrival.output_length - self.num_said
+        drafted = min(most, left - 1) if self._has_draft[self.num_steps] else 0
+        accepted = min(drafted, self._num_kept[self.num_steps])
+        self.num_steps += 1
+        self.num_said += accepted + 1
+        return drafted, accepted
 
 
 class SimulatedDevice:
     """A device that does nothing, and takes the time that it would take."""
 
-    def __init__(
-        self, costs: CostTable, num_slots: int, acceptance: Sequence[float] = ()
-    ):
+    def __init__(self, costs: CostTable, num_slots: int, length: int = 0):
         self.now_s = 0.0
         self.costs = costs
-        self.acceptance = np.asarray(acceptance, np.float64)
+        self.length = length
         self.slots: list[SimulatedRow | None] = [None] * num_slots
 
     def begin(self, request: SimulatedRow, said: Sequence[int]) -> SimulatedRow:
@@ -194,31 +250,46 @@ class SimulatedDevice:
         assert row is not None
         return row
 
-    def step(self, is_free: np.ndarray) -> Emitted:
-        """Takes the time of a step, and draws what is accepted."""
-        num_slots, num_drafts = len(self.slots), len(self.acceptance)
-        self.now_s += self.costs.step_s[num_slots - int(is_free.sum()) - 1]
-        tokens = np.zeros((num_slots, num_drafts + 1), np.int32)
+    def step(self, is_free: np.ndarray, draft_limit: int | None = None) -> Emitted:
+        """Takes the time of a step as wide as its longest draft."""
+        most = self.length
+        if draft_limit is not None:
+            most = min(most, draft_limit)
+        num_slots = len(self.slots)
         num, finish, drafted, accepted = np.zeros((4, num_slots), np.int32)
-        for slot in np.flatnonzero(~is_free):
+        running = np.flatnonzero(~is_free).tolist()
+        for slot in running:
             row = self.slots[slot]
             assert row is not None
-            left = row.arrival.output_length - row.num_said
-            drafted[slot] = min(num_drafts, left - 1)
-            draws = row.rng.random(num_drafts) < self.acceptance
-            kept = int(np.cumprod(draws).sum())
-            accepted[slot] = min(kept, drafted[slot])
+            drafted[slot], accepted[slot] = row.step(most)
             num[slot] = accepted[slot] + 1
-            row.num_said += int(num[slot])
-            if num[slot] == left:
+            if row.num_said == row.arrival.output_length:
                 finish[slot] = FinishReason.LENGTH
+        self.now_s += self.costs.step(len(running), int(drafted.max()))
         return Emitted(
-            tokens=tokens,
+            tokens=np.zeros((num_slots, self.length + 1), np.int32),
             num_tokens=num,
             finish=finish,
             num_drafted=drafted,
             num_accepted=accepted,
         )
+
+
+class _Replica:
+    """A device with its queue."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        limits: Limits,
+        costs: CostTable,
+        acceptance: Acceptance,
+        draft_limit: Callable[[int], int] | None,
+    ):
+        device = SimulatedDevice(costs, limits.num_slots, acceptance.length)
+        self.device = device
+        self.loop = ServingLoop(device, policy, limits, clock=lambda: device.now_s)
+        self.loop.draft_limit = draft_limit
 
 
 class _Listener:

@@ -36,6 +36,11 @@ def check_length(length: Any, least: int = 1) -> None:
         )
 
 
+def default_widths(length: int) -> tuple[int, ...]:
+    """Draft tokens that forwards read where not all K need be judged."""
+    return tuple(sorted({0, length // 2, length}))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
     """What all strategies share. `length` is K, the draft tokens a step at most."""
@@ -64,7 +69,8 @@ class StrategyConfig:
 
     def with_length(self, length: int) -> "StrategyConfig":
         """The same strategy with another K."""
-        return dataclasses.replace(self, length=length)
+        widths = default_widths(length) if self.widths else ()
+        return dataclasses.replace(self, length=length, widths=widths)
 
     @property
     def accept(self) -> AcceptFn:
@@ -75,6 +81,16 @@ class StrategyConfig:
     def default_temperature(self) -> float:
         """What applies when a call names no temperature."""
         return 0.7 if self.name == "sample" else 0.0
+
+    def with_widths(self) -> "StrategyConfig":
+        """The same strategy, where judging fewer draft tokens costs less.
+
+        Its forwards read none, half, or all of K; what is shorter is padded. One that
+        has widths keeps them.
+        """
+        if self.widths or self.length == 0:
+            return self
+        return dataclasses.replace(self, widths=default_widths(self.length))
 
     def check(self, lm: Any) -> None:
         """Raises ValueError if it cannot draft for this model."""

@@ -17,7 +17,13 @@ from jaxdec import draft_length
 from jaxdec.drafters.first_of import first_of as combine
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.loaded_drafter import LoadedDrafter, Tree, native_drafter
-from jaxdec.strategies import Rule, StrategyConfig, check_length, lookup
+from jaxdec.strategies import (
+    Rule,
+    StrategyConfig,
+    check_length,
+    default_widths,
+    lookup,
+)
 from jaxdec.types import DrafterParams
 
 
@@ -83,7 +89,7 @@ class TrainedConfig(StrategyConfig):
         tree = self.tree
         if tree is not None:
             tree = dataclasses.replace(tree, nodes=length)
-        widths = _default_widths(length) if self.widths else ()
+        widths = default_widths(length) if self.widths else ()
         return dataclasses.replace(self, length=length, tree=tree, widths=widths)
 
     @property
@@ -270,7 +276,7 @@ def trained(
         )
     if widths is None:
         is_limited = threshold is not None or len(steps_per_second) > 0
-        widths = _default_widths(length) if is_limited else ()
+        widths = default_widths(length) if is_limited else ()
     return TrainedConfig(
         name=drafter.kind + ("_tree" if tree is not None else ""),
         length=length,
@@ -318,10 +324,6 @@ def _of_kind(drafter: LoadedDrafter, *kinds: str) -> LoadedDrafter:
             f"takes {' or '.join(kinds)}; use jaxdec.trained, which takes any"
         )
     return drafter
-
-
-def _default_widths(length: int) -> tuple[int, ...]:
-    return tuple(sorted({0, length // 2, length}))
 
 
 def first_of(*parts: StrategyConfig) -> FirstOfConfig:

@@ -111,6 +111,8 @@ SLOW = (
     "test_compiled.py::test_tpu_program_stays_on_the_chip[lookup]",
     "test_compiled.py::test_tpu_program_stays_on_the_chip[rejection]",
     "test_compiled.py::test_slots_change_in_place",
+    "test_speculation.py::test_draft_lengths_change_no_token_of_a_server",
+    "test_speculation.py::test_scheduled_speculation_is_the_better_of_both_at_every_load[0.4",
     "test_batching.py::test_five_hundred",
     "test_batching.py::test_two_thousand",
     "test_compiled.py::test_tpu_program_stays_on_the_chip[widths]",

@@ -245,7 +245,7 @@ def test_a_row_may_leave_and_come_back_to_any_slot():
     state, said, slot = slots.insert(slots.empty(), row, jnp.int32(0)), [], 0
     while len(said) < len(expected):
         is_free = jnp.arange(3) != slot
-        state, emitted = slots.step(built.params, state, is_free)
+        state, emitted = slots.step(built.params, state, is_free, jnp.int32(9))
         assert np.asarray(emitted.num_tokens)[np.asarray(is_free)].tolist() == [0, 0]
         num = int(emitted.num_tokens[slot])
         said += np.asarray(emitted.tokens)[slot, :num].tolist()
@@ -451,7 +451,8 @@ def test_a_free_slot_is_finished_and_attends_nothing():
     is_free = jnp.ones(3, bool)
     state = spoil(slots.empty(), is_free)
     assert np.asarray(state.cache.length).tolist() == [200] * 3
-    state, emitted = slots.step(toy.method("corrupted").params, state, is_free)
+    params = toy.method("corrupted").params
+    state, emitted = slots.step(params, state, is_free, jnp.int32(9))
     assert not np.any(np.asarray(emitted.num_tokens))
     assert toy.reasons(state) == [FinishReason.LENGTH] * 3
     caches = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, KVCache))

@@ -15,6 +15,7 @@ import toy
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxdec import batching, decoding, program, strategies
+from jaxdec.draft_length import when_wanted
 from jaxdec.drafters.draft_model import draft_model
 from jaxdec.drafters.dspark import block_drafter
 from jaxdec.drafters.eagle import eagle, recurrent_net
@@ -128,7 +129,7 @@ def trained(name, dtype):
     return drafter, jax.eval_shape(lambda: init(config, jax.random.key(0), dtype))
 
 
-def build(name, capacity):
+def build(name, capacity, is_optional=False):
     """A strategy at the test's shapes, and the shapes of its arrays."""
     dtype = "bfloat16"
     target = abstract_params(CONFIG, dtype)
@@ -151,6 +152,8 @@ def build(name, capacity):
     elif name in TRAINED:
         drafter, own = trained(name, dtype)
         params = DrafterParams(own=own, shared=target)
+    if is_optional and drafter.max_length:
+        drafter = when_wanted(drafter)
     strategy = decoding.speculative(
         make_model(CONFIG, dtype=dtype, taps=drafter.taps),
         drafter,
@@ -246,7 +249,7 @@ def test_cpu_program_copies_no_cache_in_its_loop(name):
 @pytest.mark.parametrize("name", ["none", "lookup", "draft_model"])
 def test_slots_change_in_place(name):
     """A step, a chunk and an insertion copy no cache, not even once."""
-    strategy, params = build(name, CAPACITY)
+    strategy, params = build(name, CAPACITY, is_optional=True)
     slots = batching.jit_slots(batching.slots(strategy, BATCH), toy.OPTIMISED)
     request = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype),
@@ -254,8 +257,9 @@ def test_slots_change_in_place(name):
     )
     state = jax.eval_shape(slots.empty)
     row = jax.eval_shape(slots.begin, request, jax.ShapeDtypeStruct((1,), jnp.int32))
+    is_free = jax.ShapeDtypeStruct((BATCH,), bool)
     for function, inputs in (
-        (slots.step, (params, state, jax.ShapeDtypeStruct((BATCH,), bool))),
+        (slots.step, (params, state, is_free, jnp.int32(1))),
         (slots.read, (params, row)),
         (slots.insert, (state, row, jnp.int32(0))),
     ):

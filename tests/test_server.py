@@ -1,6 +1,7 @@
 """Serving text on a tiny model with a byte tokenizer: as `generate`, and when."""
 
 import functools
+import itertools
 
 import pytest
 from helpers_tiny import write_model
@@ -137,6 +138,48 @@ def test_callbacks_hear_every_piece_and_break_only_their_own(server, plain):
     assert tuple(t for piece in told for t in piece.tokens) == victim.tokens
     assert [piece.finish_reason for piece in told][-1] == "cancelled"
     assert not server.cancel(steps) and server.num_free_slots == 3
+
+
+def test_the_load_may_decide_how_long_drafts_are(server, plain):
+    """Off, on and between, from step to step: no token changes."""
+    limits, running = itertools.cycle([3, 0, 0, 2, 1]), []
+
+    def rule(num_running):
+        running.append(num_running)
+        return next(limits)
+
+    server.limit_drafts(rule, LOOKUP)
+    tickets = submit_all(server)
+    server.run()
+    assert [ticket.generated for ticket in tickets] == list(plain())
+    assert set(running) == {1, 2}
+    drafted = [{b.num_drafted for b in t.record.bursts} for t in tickets[1:3]]
+    assert drafted[0] == {0, 1} and drafted[1] <= {0, 1, 2, 3}
+    # Also after steps without drafts, of which there is one in any five.
+    later = [b.num_drafted for b in tickets[1].record.bursts[5:]]
+    assert any(later)
+    # Off altogether, then again without a limit.
+    for rule, is_drafting in ((lambda num_running: 0, False), (None, True)):
+        server.limit_drafts(rule)
+        ticket = server.submit(PROMPTS[1], max_new_tokens=24, temperature=0.8, seed=2)
+        assert server.result(ticket) == plain()[1]
+        found = any(burst.num_drafted for burst in ticket.record.bursts)
+        assert found == is_drafting
+
+
+def test_a_server_measures_its_own_costs(server, plain):
+    for strategy, num_slots, lengths in ((LOOKUP, 2, [0]), ("sample", 1, [])):
+        costs = server.measure_costs(40, strategy=strategy, repeats=1)
+        assert len(costs.step_s) == num_slots
+        assert [length for length, _ in costs.limited_s] == lengths
+        spent = (*costs.step_s, costs.chunk_s, costs.insert_s, costs.extract_s)
+        assert all(cost > 0 for cost in spent)
+    # Nothing is left of it.
+    tickets = submit_all(server)
+    with pytest.raises(RuntimeError, match="costs are measured on a server without"):
+        server.measure_costs()
+    server.run()
+    assert [ticket.generated for ticket in tickets] == list(plain())
 
 
 @pytest.mark.parametrize(

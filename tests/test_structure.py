@@ -25,6 +25,8 @@ LEVELS = {
         "scheduling",
         "serving_loop",
         "simulation",
+        "speculation",
+        "serving_costs",
     ),
     7: (
         "lm",
@@ -37,6 +39,7 @@ LEVELS = {
         "text",
         "server",
         "ticket",
+        "traffic",
         "detokenize",
         "program",
         "measure",
@@ -47,8 +50,8 @@ LEVELS = {
         "calibration",
         "export",
     ),
-    8: ("compare", "certify", "abstract_lm", "ahead", "plan"),
-    9: ("cli", "console", "plan_command", "train_command", "__main__"),
+    8: ("compare", "certify", "abstract_lm", "ahead", "plan", "load_run"),
+    9: ("cli", "console", "plan_command", "train_command", "load_command", "__main__"),
 }
 """A file imports only from lower levels, or from its own folder."""
 GROUPS = (1, 6, 7, 8, 9)

@@ -1,0 +1,129 @@
+"""What the work of a server takes, measured on its own device.
+
+A `CostTable` is the median time of a step with 1, 2, ... running requests, with drafts
+of every length that costs differently, of a chunk, and of moving a row in and out. All
+of it on the very programs that serve, warm, each waited for; with a prompt in the
+middle of a request's life, and drafts as long as they may be.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxdec.scheduling import CostTable
+from jaxdec.serving_loop import Device
+
+REPEATS = 5
+
+
+@runtime_checkable
+class TimedDevice(Device, Protocol):
+    """A device whose work can be waited for."""
+
+    def wait(self, row: Any = None) -> None:
+        """Until the slots, and a row beside them, are there."""
+        ...
+
+
+def draft_lengths(length: int, widths: Sequence[int]) -> tuple[int, ...]:
+    """Draft lengths up to K whose steps cost differently: none, and every width."""
+    return tuple(sorted({0, length, *widths}))
+
+
+def running_counts(num_slots: int) -> tuple[int, ...]:
+    """How many requests to measure with: powers of two, and all; between, a line.
+
+    >>> running_counts(12)
+    (1, 2, 4, 8, 12)
+    """
+    powers = [2**i for i in range(num_slots.bit_length()) if 2**i < num_slots]
+    return (*powers, num_slots)
+
+
+def measure_costs(
+    device: TimedDevice,
+    request: Any,
+    *,
+    num_chunks: int,
+    num_slots: int,
+    lengths: Sequence[int] = (0,),
+    repeats: int = REPEATS,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[int, int, str], None] = lambda *_: None,
+) -> CostTable:
+    """Times a device that nobody else uses meanwhile.
+
+    Args:
+        device: whose slots are free; they are free again afterwards.
+        request: a typical one, which always drafts and does not end within a step.
+        num_chunks: chunks that its prompt takes.
+        num_slots: of the device.
+        lengths: draft lengths to measure, the last of which is K.
+        repeats: samples of everything, after one that does not count.
+        clock: seconds.
+        progress: called with what is done, all, and words.
+
+    Raises:
+        ValueError: the request drafts less than it is asked to.
+    """
+
+    def timed(function: Callable[..., Any], *arguments) -> tuple[Any, float]:
+        started = clock()
+        result = function(*arguments)
+        device.wait(result)
+        return result, clock() - started
+
+    chunks, inserts, extracts = [], [], []
+    row = None
+    while len(chunks) < repeats + 1 or len(chunks) % num_chunks:
+        if len(chunks) % num_chunks == 0:
+            row = device.begin(request, ())
+            device.wait(row)
+        row, spent = timed(device.read, row)
+        chunks.append(spent)
+
+    def step(num_running: int, length: int) -> float:
+        """One step from where the request begins, so that all samples are alike."""
+        for slot in range(num_running):
+            inserts.append(timed(device.insert, row, slot)[1])
+        is_free = np.arange(num_slots) >= num_running
+        started = clock()
+        emitted = device.step(is_free, length)
+        spent = clock() - started
+        drafted = int(emitted.num_drafted[:num_running].max())
+        if drafted < length:
+            raise ValueError(
+                f"a step was to draft {length} tokens, but the drafter gave {drafted}, "
+                "so its cost cannot be measured; measure the strategy without a "
+                "threshold of its own"
+            )
+        return spent
+
+    counts = running_counts(num_slots)
+    by_length: dict[int, tuple[float, ...]] = {}
+    for index, length in enumerate(lengths):
+        times = []
+        for place, num_running in enumerate(counts):
+            done, total = index * len(counts) + place, len(lengths) * len(counts)
+            progress(done, total, f"a step of {num_running}, {length} draft tokens")
+            step(num_running, length)
+            samples = [step(num_running, length) for _ in range(repeats)]
+            times.append(statistics.median(samples))
+        between = np.interp(np.arange(1, num_slots + 1), counts, times)
+        by_length[length] = tuple(between.tolist())
+    device.insert(row, 0)
+    device.wait()
+    for _ in range(repeats + 1):
+        extracts.append(timed(device.extract, 0)[1])
+    # Blanks what is left in the slots.
+    device.step(np.ones(num_slots, bool), 0)
+    return CostTable(
+        step_s=by_length[lengths[-1]],
+        limited_s=tuple((n, by_length[n]) for n in lengths[:-1]),
+        chunk_s=statistics.median(chunks[1:]),
+        insert_s=statistics.median(inserts[1:]),
+        extract_s=statistics.median(extracts[1:]),
+    )
