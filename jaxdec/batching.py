@@ -220,15 +220,33 @@ class SlotDevice:
         self.extract(0)
         self.step(np.ones(self.num_slots, bool))
 
-    def begin(self, request: Request, said: Sequence[int]) -> DecodeState:
-        """A row that has read nothing, of a request that said some tokens before."""
+    def begin(
+        self,
+        request: Request,
+        said: Sequence[int],
+        kept: DecodeState | None = None,
+    ) -> DecodeState:
+        """A row that has read nothing, of a request that said some tokens before.
+
+        With `kept`, another row, it has read as much as that one, whose tokens must be
+        those of the request.
+        """
         if said:
             tokens = np.array(request.prompt)
             start = int(request.prompt_length[0])
             tokens[0, start : start + len(said)] = said
             request = request.replace(prompt=jnp.asarray(tokens))
         num_said = jnp.asarray([len(said)], jnp.int32)
-        return self._batching.begin(request, num_said)
+        row = self._batching.begin(request, num_said)
+        if kept is None:
+            return row
+        # What a drafter remembers is of the tokens alone, like the cache.
+        known = self.copy(kept)
+        return row.replace(cache=known.cache, drafter=known.drafter)
+
+    def copy(self, row: DecodeState) -> DecodeState:
+        """The same row; reading the one does not use up the other."""
+        return jax.tree.map(jnp.copy, row)
 
     def read(self, row: DecodeState) -> DecodeState:
         """The row after its next chunk; the one that was given is used up."""

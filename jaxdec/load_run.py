@@ -37,10 +37,8 @@ COMPARED = (
     "throughput_tokens_per_s",
 )
 """Figures whose ratio, real to simulated, is reported."""
-NUM_PROBES = 16
-"""Requests that acceptance is measured on."""
-MOST_SWEPT = 20_000
-"""Requests of one point of a sweep."""
+NUM_PROBES = 16  # Requests that acceptance is measured on.
+MOST_SWEPT = 20_000  # Requests of one point of a sweep.
 
 Progress = Callable[[int, int, str], None]
 
@@ -105,6 +103,7 @@ class Setup:
             preemption=self.preemption,
             kv_tokens=self.kv_tokens,
             prefill_chunk=self.prefill_chunk,
+            max_shared=0,  # Simulated prompts are lengths.
         )
 
 

@@ -30,6 +30,8 @@ class Job:
     priority: int = 0
     """Larger is more urgent."""
     deadline_s: float = math.inf
+    num_shared: int = 0
+    """Tokens that a new row of it has read from the start (`jaxdec.prefixes`)."""
     num_said: int = 0
     """Tokens emitted so far."""
     num_read: int = 0

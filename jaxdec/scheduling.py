@@ -46,6 +46,18 @@ class Queue:
         """With one more request waiting."""
         return dataclasses.replace(self, waiting=(*self.waiting, job))
 
+    def share(self, num_shared: Callable[[Job], int]) -> "Queue":
+        """With what new rows of the waiting begin with."""
+        waiting = [
+            dataclasses.replace(job, num_shared=num_shared(job)) for job in self.waiting
+        ]
+        return dataclasses.replace(self, waiting=tuple(waiting))
+
+    def find(self, job_id: int) -> Job:
+        """A job, wherever it is."""
+        everybody = (*self.waiting, self.reading, *self.slots)
+        return next(job for job in everybody if job is not None and job.id == job_id)
+
     def remove(self, job_id: int) -> "Queue":
         """Without a request, wherever it is."""
         if self.reading is not None and self.reading.id == job_id:
@@ -153,7 +165,7 @@ class CostTable:
         return max(max(self.step_s), *(max(t) for _, t in self.limited_s), 0.0)
 
 
-def token_gap_bound(*groups: CostTable) -> float:
+def token_gap_bound(*groups: CostTable, shares: bool = False) -> float:
     """The longest time in seconds between two bursts of tokens of a running request.
 
     A round reads one chunk, of one group, and makes a step of every group:
@@ -161,14 +173,16 @@ def token_gap_bound(*groups: CostTable) -> float:
         bound = GAP_SLACK x (chunk time + sum of the step times)
 
     What else a round does must fit into the slack: a row may be moved out of a slot and
-    another one in.
+    another one in, and where beginnings are shared (`shares`), one may begin as a copy
+    of a kept one, and be kept itself.
 
     Raises:
         ValueError: moving rows takes longer than the slack, so the bound is false.
     """
     chunk = max(costs.chunk_s for costs in groups)
     steps = sum(costs.longest_step_s for costs in groups)
-    moves = max(costs.insert_s + costs.extract_s for costs in groups)
+    copies = 3 if shares else 1
+    moves = max(costs.insert_s + copies * costs.extract_s for costs in groups)
     bound = GAP_SLACK * (chunk + steps)
     if chunk + steps + moves > bound:
         raise ValueError(
@@ -233,7 +247,7 @@ class _Round:
             self.give_way(reading)
         if not best.has_row:
             self.begin = best.id
-        best = dataclasses.replace(best, has_row=True)
+            best = dataclasses.replace(best, has_row=True, num_read=best.num_shared)
         self.queue = dataclasses.replace(self.queue.remove(best.id), reading=best)
 
     def has_slot(self, job: Job) -> bool:

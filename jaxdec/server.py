@@ -20,21 +20,20 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from jaxdec import program, serving_costs
-from jaxdec.batching import SlotDevice
+from jaxdec import serving_costs
 from jaxdec.cache import round_capacity
 from jaxdec.call import Call, check
 from jaxdec.decoding import PREFILL_CHUNK
 from jaxdec.lm import LM
 from jaxdec.policies import Limits, Policy, find_policy
-from jaxdec.program import ProgramKey, make_request
+from jaxdec.program import ProgramKey
 from jaxdec.rounding import COMMON
 from jaxdec.scheduling import CostTable
-from jaxdec.serving_loop import ServingLoop
+from jaxdec.slot_group import SlotGroup
 from jaxdec.strategies import resolve
 from jaxdec.text import Generated, Piece
 from jaxdec.ticket import Ticket
-from jaxdec.types import LogitsProcessor, Request
+from jaxdec.types import LogitsProcessor
 
 
 class Server:
@@ -46,10 +45,11 @@ class Server:
         strategy: Any = "greedy",
         *,
         num_slots: int | Sequence[int] = 8,
-        max_length: int = 512,
+        max_length: int | Sequence[int] = 512,
         policy: str | Policy = "first_come",
         preemption: str = "none",
         max_kept: int | None = None,
+        max_shared: int = 2,
         kv_tokens: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         num_stop_tokens: int = 4,
@@ -63,12 +63,18 @@ class Server:
             lm: from `jaxdec.load`.
             strategy: a name or a configuration; several make a group of slots each.
             num_slots: requests that run at once; of every group, or of each.
-            max_length: most tokens, prompt and output, of a request.
+            max_length: most tokens, prompt and output, of a request; of every group, or
+                of each. Where one strategy has groups of several lengths, a request
+                goes to the shortest that it fits and where a slot is free: so short
+                ones do not pay for long ones, in memory or in time.
             policy: a name of `jaxdec.policies.POLICIES`, or a policy.
             preemption: whether a running request gives way to one that goes before it,
                 and how: "none", "recompute" or "keep".
             max_kept: rows kept beside the slots of a group, with "keep"; None is as
                 many as slots. Beyond that, tokens are read again.
+            max_shared: rows kept beside the slots of a group for what prompts begin
+                with that others began with too (a system prompt): it is read once, by
+                the target and the drafter, and then copied.
             kv_tokens: most tokens that the requests of a group may come to hold, those
                 of waiting ones apart; None is what the slots hold.
             prefill_chunk: prompt tokens that are read between two steps.
@@ -85,29 +91,23 @@ class Server:
                 "a server runs on one device, but this model is on a mesh; load it "
                 "without mesh, or decode with jaxdec.generate"
             )
-        if max_length > lm.config.max_positions:
+        shapes = _for_each_group(
+            strategy=strategy, num_slots=num_slots, max_length=max_length
+        )
+        longest = max(length for _, _, length in shapes)
+        if longest > lm.config.max_positions:
             raise ValueError(
-                f"max_length is {max_length}, but the model has "
+                f"max_length is {longest}, but the model has "
                 f"{lm.config.max_positions} positions; give at most as many"
-            )
-        several = isinstance(strategy, Sequence) and not isinstance(strategy, str)
-        strategies = list(strategy) if several else [strategy]
-        counts = [num_slots] * len(strategies)
-        if not isinstance(num_slots, int):
-            counts = list(num_slots)
-        if not strategies or len(counts) != len(strategies):
-            raise ValueError(
-                f"there are {len(counts)} numbers of slots for {len(strategies)} "
-                "strategies; give one for each, or one for all"
             )
         self.lm = lm
         self._num_bias_slots = num_biases
         self._num_stop_slots = num_stop_tokens
-        self._groups: list[_Group] = []
-        for config, num in zip(strategies, counts, strict=True):
+        self._groups: list[SlotGroup] = []
+        for config, num, row_tokens in shapes:
             limits = Limits(
                 num_slots=num,
-                row_tokens=max_length,
+                row_tokens=row_tokens,
                 chunk=prefill_chunk,
                 kv_tokens=kv_tokens,
                 preemption=preemption,
@@ -118,14 +118,23 @@ class Server:
             key = ProgramKey(
                 config=config,
                 batch_size=num,
-                capacity=round_capacity(max_length + headroom),
+                capacity=round_capacity(row_tokens + headroom),
                 num_slots=1,
                 num_stop_slots=num_stop_tokens,
                 num_bias_slots=num_biases,
                 processor=processor,
                 prefill_chunk=prefill_chunk,
             )
-            group = _Group(lm, key, find_policy(policy), limits, clock)
+            if any(
+                (config, row_tokens) == (g.key.config, g.loop.limits.row_tokens)
+                for g in self._groups
+            ):
+                raise ValueError(
+                    f"there are two groups of {config.name!r} with slots of "
+                    f"{row_tokens} tokens; give one of them more slots, or another "
+                    "max_length"
+                )
+            group = SlotGroup(lm, key, find_policy(policy), limits, clock, max_shared)
             self._groups.append(group)
         self._turn = 0
         self._num_submitted = 0
@@ -205,6 +214,7 @@ class Server:
             **sampling,
         )
         self._check_room(call)
+        group = self._group_for(strategy, call)
         ticket = Ticket(self.lm, call, on_piece)
         group.loop.submit(
             group.request(call, length),
@@ -212,6 +222,7 @@ class Server:
             prompt_length=len(call.prompts[0]),
             max_new_tokens=call.max_new_tokens[0],
             client=ticket,
+            prompt=call.prompts[0],
             arrival_s=arrival_s,
             priority=priority,
             deadline_s=deadline_s,
@@ -322,17 +333,36 @@ class Server:
                 return True
         return False
 
-    def _group_of(self, strategy: Any) -> "_Group":
+    def _group_of(self, strategy: Any) -> SlotGroup:
+        return self._groups_of(strategy)[0]
+
+    def _groups_of(self, strategy: Any) -> list[SlotGroup]:
+        """The groups of a strategy, shortest slots first."""
         if strategy is None:
-            return self._groups[0]
-        names = [group.key.config.name for group in self._groups]
-        for group in self._groups:
-            if strategy in (group.key.config, group.key.config.name):
-                return group
-        raise ValueError(
-            f"this server has no slots for strategy {strategy!r}; it has those of "
-            f"{', '.join(names)}"
-        )
+            strategy = self._groups[0].key.config
+        found = [
+            group
+            for group in self._groups
+            if strategy in (group.key.config, group.key.config.name)
+        ]
+        if not found:
+            names = dict.fromkeys(group.key.config.name for group in self._groups)
+            raise ValueError(
+                f"this server has no slots for strategy {strategy!r}; it has those of "
+                f"{', '.join(names)}"
+            )
+        return sorted(found, key=lambda group: group.loop.limits.row_tokens)
+
+    def _group_for(self, strategy: Any, call: Call) -> SlotGroup:
+        """Where a request goes: the shortest slots that it fits, or longer free ones.
+
+        One that fits nowhere goes to the longest, which refuse it.
+        """
+        need = len(call.prompts[0]) + call.max_new_tokens[0]
+        groups = self._groups_of(strategy)
+        fit = [g for g in groups if g.loop.limits.row_tokens >= need] or groups[-1:]
+        free = [g for g in fit if g.loop.num_open < g.loop.limits.num_slots]
+        return (free or fit)[0]
 
     def _check_room(self, call: Call) -> None:
         """Raises ValueError for more stop tokens or biases than there is room for."""
@@ -349,74 +379,27 @@ class Server:
             )
 
 
-class _Group:
-    """The slots of one strategy."""
+def _for_each_group(**given: Any) -> list[tuple]:
+    """Values of every group, from one for each or one for all.
 
-    def __init__(
-        self,
-        lm: LM,
-        key: ProgramKey,
-        policy: Policy,
-        limits: Limits,
-        clock: Callable[[], float],
-    ):
-        self.key = key
-        batching, params = program.compile_slots(lm, key)
-        call = check(
-            lm,
-            [0],
-            strategy=key.config,
-            max_new_tokens=1,
-            num_bias_slots=key.num_bias_slots,
+    Raises:
+        ValueError: different numbers of them.
+    """
+    lists = {
+        name: list(value)
+        for name, value in given.items()
+        if isinstance(value, Sequence) and not isinstance(value, str)
+    }
+    num = max((len(values) for values in lists.values()), default=1)
+    wrong = [name for name, values in lists.items() if len(values) != num or not num]
+    if wrong:
+        told = ", ".join(f"{len(values)} of {name}" for name, values in lists.items())
+        raise ValueError(
+            f"the groups of slots do not fit together: {told}; give one for each "
+            "group, or one for all"
         )
-        self.device = SlotDevice(batching, params, self.request(call, 0))
-        self.loop = ServingLoop(self.device, policy, limits, clock=clock)
-
-    def request(self, call: Call, draft_length: int) -> Request:
-        """A checked call in the shapes of the compiled step."""
-        return make_request(
-            prompts=[list(call.prompts[0])],
-            max_new_tokens=[call.max_new_tokens[0]],
-            stop_tokens=[list(call.stop_tokens[0])],
-            seeds=[call.seeds[0]],
-            max_draft_length=draft_length,
-            sampling=call.request.sampling,
-            capacity=self.key.capacity,
-            num_stop_slots=self.key.num_stop_slots,
-        )
-
-    def measure_costs(
-        self,
-        lm: LM,
-        context: int | None,
-        repeats: int,
-        progress: Callable[[int, int, str], None],
-    ) -> CostTable:
-        """Times the device; see `Server.measure_costs`."""
-        config, limits = self.key.config, self.loop.limits
-        new = config.length + 2
-        context = limits.row_tokens // 2 if context is None else context
-        context = max(2, min(context, limits.row_tokens - new))
-        # It repeats itself, so that drafters that look for that find a draft.
-        prompt = [i % min(16, lm.config.vocab_size) for i in range(context)]
-        call = check(
-            lm,
-            prompt,
-            single=True,
-            strategy=config,
-            max_new_tokens=new,
-            stop_tokens=(),
-            num_bias_slots=self.key.num_bias_slots,
-        )
-        return serving_costs.measure_costs(
-            self.device,
-            self.request(call, config.length),
-            num_chunks=-(-(context - 1) // limits.chunk),
-            num_slots=limits.num_slots,
-            lengths=serving_costs.draft_lengths(config.length, config.widths),
-            repeats=repeats,
-            progress=progress,
-        )
+    values = [lists.get(name, [value] * num) for name, value in given.items()]
+    return list(zip(*values, strict=True))
 
 
 _OF_SERVER = frozenset(

@@ -18,6 +18,7 @@ import numpy as np
 from jaxdec.batching import Emitted
 from jaxdec.latency import Burst, Record
 from jaxdec.policies import Job, Limits, Policy, check_fits
+from jaxdec.prefixes import Prefixes
 from jaxdec.scheduling import Plan, Queue, schedule
 from jaxdec.types import FinishReason
 
@@ -50,8 +51,12 @@ class Client(Protocol):
 class Device(Protocol):
     """Where rows are read and slots are stepped; see `jaxdec.batching`."""
 
-    def begin(self, request: Any, said: Sequence[int]) -> Any:
-        """A row that has read nothing."""
+    def begin(self, request: Any, said: Sequence[int], kept: Any = None) -> Any:
+        """A row that has read nothing, or as much as a kept one, which stays."""
+        ...
+
+    def copy(self, row: Any) -> Any:
+        """The same row, to be kept."""
         ...
 
     def read(self, row: Any) -> Any:
@@ -79,6 +84,7 @@ class Served:
     """What the device takes."""
     client: Client
     record: Record
+    prompt: Sequence[int] = ()
     tokens: list[int] = dataclasses.field(default_factory=list)
     """What it said so far."""
     row: Any = None
@@ -96,7 +102,17 @@ class ServingLoop:
         policy: Policy,
         limits: Limits,
         clock: Callable[[], float],
+        max_shared: int = 0,
     ):
+        """Begins with no request.
+
+        Args:
+            device: where rows are.
+            policy: whose turn it is.
+            limits: of the device.
+            clock: seconds.
+            max_shared: rows of shared beginnings to keep (`jaxdec.prefixes`).
+        """
         self.device = device
         self.policy = policy
         self.limits = limits
@@ -104,6 +120,7 @@ class ServingLoop:
         self.draft_limit: Callable[[int], int] | None = None
         """Most draft tokens of a row by how many run; see `jaxdec.speculation`."""
         self.queue = Queue(slots=(None,) * limits.num_slots)
+        self.prefixes = Prefixes(limits.chunk, max_shared)
         self._served: dict[int, Served] = {}
 
     @property
@@ -124,6 +141,7 @@ class ServingLoop:
         prompt_length: int,
         max_new_tokens: int,
         client: Client,
+        prompt: Sequence[int] = (),
         arrival_s: float | None = None,
         priority: int = 0,
         deadline_s: float = float("inf"),
@@ -136,6 +154,7 @@ class ServingLoop:
             prompt_length: tokens.
             max_new_tokens: tokens; 0 ends it at once.
             client: takes its tokens.
+            prompt: its tokens, for what it shares with others.
             arrival_s: when it arrived; None is now.
             priority: see `policies.Job`.
             deadline_s: see `policies.Job`.
@@ -155,9 +174,11 @@ class ServingLoop:
             deadline_s=deadline_s,
         )
         record = Record(id=job_id, arrival_s=arrival_s, prompt_length=prompt_length)
-        served = Served(request=request, client=client, record=record)
+        served = Served(request=request, client=client, record=record, prompt=prompt)
         client.bind(served)
         self._served[job_id] = served
+        self.prefixes.see(prompt)
+        job = dataclasses.replace(job, num_shared=self._num_shared(job))
         self.queue = self.queue.submit(job)
         if max_new_tokens == 0:
             self._notify(self._take(job_id, [], FinishReason.LENGTH, self.clock()))
@@ -225,17 +246,37 @@ class ServingLoop:
             self._served[job_id].record.interruptions_s.append(now)
         if plan.begin is not None:
             served = self._served[plan.begin]
-            served.row = self.device.begin(served.request, served.tokens)
+            kept = self.prefixes.find(served.prompt)
+            if kept is not None:
+                self.prefixes.use(kept)
+            row = None if kept is None else kept.row
+            served.row = self.device.begin(served.request, served.tokens, row)
             if served.record.admitted_s is None:
                 served.record.admitted_s = now
         if plan.read is not None:
             served = self._served[plan.read]
             served.row = self.device.read(served.row)
+            self._keep(served, self.queue.find(plan.read).num_read)
         if plan.insert is not None:
             job_id, slot = plan.insert
             served = self._served[job_id]
             self.device.insert(served.row, slot)
             served.row = None
+        if plan.drop:
+            # What is kept may have changed while they ran.
+            self.queue = self.queue.share(self._num_shared)
+
+    def _num_shared(self, job: Job) -> int:
+        """What a new row of a job begins with."""
+        kept = self.prefixes.find(self._served[job.id].prompt)
+        return 0 if kept is None else kept.num_read
+
+    def _keep(self, served: Served, num_read: int) -> None:
+        """Keeps a row that others will begin with, where it stands."""
+        if self.prefixes.is_wanted(served.prompt, num_read):
+            row = self.device.copy(served.row)
+            self.prefixes.keep(served.prompt, num_read, row)
+            self.queue = self.queue.share(self._num_shared)
 
     def _take(
         self,

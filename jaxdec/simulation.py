@@ -228,10 +228,16 @@ class SimulatedDevice:
         self.length = length
         self.slots: list[SimulatedRow | None] = [None] * num_slots
 
-    def begin(self, request: SimulatedRow, said: Sequence[int]) -> SimulatedRow:
+    def begin(
+        self, request: SimulatedRow, said: Sequence[int], kept: None = None
+    ) -> SimulatedRow:
         """The request as it stands; `said` is known to it."""
-        assert len(said) == request.num_said
+        assert len(said) == request.num_said and kept is None
         return request
+
+    def copy(self, row: SimulatedRow) -> SimulatedRow:
+        """Never asked for, since simulated prompts share nothing."""
+        raise NotImplementedError
 
     def read(self, row: SimulatedRow) -> SimulatedRow:
         """Takes the time of a chunk."""

@@ -86,8 +86,12 @@ class SlowDevice:
     def __init__(self, device, clock):
         self.device, self.clock = device, clock
 
-    def begin(self, request, said):
+    def begin(self, request, said, kept=None):
+        assert kept is None
         return self.device.begin(request, said)
+
+    def copy(self, row):
+        raise AssertionError("simulated prompts share nothing")
 
     def read(self, row):
         self.clock.now += COSTS.chunk_s
@@ -122,6 +126,7 @@ def test_the_real_server_and_the_simulated_clock_agree(lm, policy, preemption):
         policy=policy,
         preemption=preemption,
         clock=clock,
+        max_shared=0,
     )
     (group,) = server._groups
     group.loop.device = SlowDevice(group.device, clock)

@@ -147,6 +147,12 @@ def test_the_bound_is_a_chunk_and_the_steps_with_slack():
     slow = dataclasses.replace(COSTS, insert_s=0.6)
     with pytest.raises(ValueError, match="0.8 s, more than the slack of 0.725 s"):
         scheduling.token_gap_bound(slow)
+    # A round that copies rows may take another two.
+    slow = dataclasses.replace(COSTS, insert_s=0.1, extract_s=0.2)
+    assert scheduling.token_gap_bound(slow) == pytest.approx(1.25 * 2.9)
+    slow = dataclasses.replace(slow, extract_s=0.3)
+    with pytest.raises(ValueError, match="1 s, more than the slack of 0.725 s"):
+        scheduling.token_gap_bound(slow, shares=True)
     with pytest.raises(ValueError, match="one or more steps"):
         CostTable(step_s=(), chunk_s=1.0)
 

@@ -208,7 +208,10 @@ def test_bad_requests_are_refused_at_once(server, prompt, options, told):
     [
         ({"max_length": 2000}, "2000, but the model has 1024 positions"),
         ({"num_slots": 0}, "num_slots is 0; give at least 1"),
-        ({"num_slots": [1, 2]}, "2 numbers of slots for 1 strategies"),
+        ({"num_slots": [1, 2]}, "two groups of 'greedy' with slots of 512 tokens"),
+        ({"num_slots": [1, 2], "max_length": [9] * 3}, "2 of num_slots, 3 of max_len"),
+        ({"num_slots": []}, "0 of num_slots; give one for each group"),
+        ({"max_shared": -1}, "max_shared is -1; give at least 0"),
         ({"policy": "fair"}, "unknown policy 'fair'"),
         ({"preemption": "drop"}, "one of none, recompute, keep, got 'drop'"),
     ],

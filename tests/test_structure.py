@@ -16,7 +16,7 @@ LEVELS = {
     2: ("acceptance", "draft_length", "models", "verification"),
     3: ("drafters",),
     4: ("decoding",),
-    5: ("io", "planning", "batching", "counts", "statistics", "policies"),
+    5: ("io", "planning", "batching", "counts", "statistics", "policies", "prefixes"),
     6: (
         "evidence",
         "certificate",
@@ -38,6 +38,7 @@ LEVELS = {
         "strategies",
         "text",
         "server",
+        "slot_group",
         "ticket",
         "traffic",
         "detokenize",
