@@ -9,14 +9,15 @@ advice needs besides is measured at the end: how fast the machine reads memory, 
 the best strategy does with a few of the requests at once.
 
 The result is one record (`Comparison.to_dict`, ``report.json``) that keeps the tokens
-and the step lists of every request, so that each count in it can be computed again.
+and the step lists of every request, so that each count in it can be computed again; of
+the first few prompts it keeps what was drafted, too.
 """
 
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from jaxdec.report.comparison import (
     baseline,
     recommend,
 )
+from jaxdec.report.timeline import NUM_PROMPTS
+from jaxdec.report.timeline import record as record_timeline
 from jaxdec.sampling import make_sampling_params
 from jaxdec.strategies import StrategyConfig, resolve
 from jaxdec.text import Outputs, execute
@@ -89,7 +92,7 @@ def compare(
             times per token are then those of a batch.
         certify: whether to draw up a certificate of each strategy. Without one no
             strategy is ranked.
-        out: folder for ``report.json`` and ``report.md``.
+        out: folder for the report (see `Comparison.save`).
         progress: told how far it is.
         exact: see `jaxdec.generate`.
         output_format: see `jaxdec.generate`; any text if None.
@@ -219,7 +222,10 @@ def compare(
             "batch_size": batch_size,
             "exact": exact,
             "output_format": output_format,
-            "prompts": [about for about, _ in items],
+            "prompts": [
+                about | ({"prompt": _shown(content)} if i < NUM_PROMPTS else {})
+                for i, (about, content) in enumerate(items)
+            ],
             "prompts_sha256": _digest([content for _, content in items]),
             "device": measure.versions()["device"],
             "num_cpus": os.cpu_count(),
@@ -235,10 +241,8 @@ def compare(
         together=together,
         requests={
             label: tuple(
-                {**about, "text": out.text}
-                for (about, _), out in zip(
-                    items, (out for outputs in found for out in outputs), strict=True
-                )
+                {**about, **said}
+                for (about, _), said in zip(items, _said(lm, found), strict=True)
             )
             for label, found in chosen.items()
         },
@@ -323,6 +327,13 @@ def _item(prompt: Any, number: int) -> tuple[dict[str, str], Any]:
     return {"prompt_id": f"prompt-{number}", "task": "user"}, prompt
 
 
+def _shown(content: Any) -> str:
+    """A prompt as text: token ids and conversations as JSON."""
+    if isinstance(content, str):
+        return content
+    return json.dumps(content, default=str, ensure_ascii=False)
+
+
 def _digest(contents: Sequence[Any]) -> str:
     text = json.dumps(contents, default=str, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -403,6 +414,19 @@ def _tie_aware_match(
         for i, pair in enumerate(zip(outputs, references, strict=True))
     ]
     return sum(found) / len(found)
+
+
+def _said(lm: LM, runs: Sequence[Outputs]) -> Iterator[dict[str, Any]]:
+    """What the report adds to each request: its text, of the first also its steps."""
+    answers = ((outputs, row) for outputs in runs for row in range(len(outputs)))
+    for number, (outputs, row) in enumerate(answers):
+        answer = outputs[row]
+        more = {"text": answer.text}
+        if number < NUM_PROMPTS:
+            more["timeline"] = record_timeline(
+                lm.tokenizer, answer.tokens, outputs.run.info, row
+            )
+        yield more
 
 
 def _certificate(lm: LM, prompts: Sequence[Any], *args: Any, **options: Any):

@@ -12,6 +12,13 @@ Each word has one definition:
                  is missing where a stop token or the budget ended the row first.
     rollback     a step with judged > accepted: something was refused.
 
+An emitted token is one of four, told apart by what its step counted (`origins`):
+
+    accepted     a draft token that the target agreed with.
+    correction   the target's own token at the end of a rollback.
+    bonus        the target's own token after a draft that was accepted whole.
+    plain        the target's own token in a step that judged no draft.
+
     acceptance_rate    = sum accepted / sum judged
     tokens_per_step    = sum emitted / steps
     acceptance_length  = sum (accepted + 1) / steps
@@ -38,6 +45,9 @@ from jaxdec.types import StepInfo
 
 Number = float | int | np.number
 """What a caller may pass as a figure; JSON and ratios make it plain."""
+
+ORIGINS = ("accepted", "correction", "bonus", "plain")
+"""Where an emitted token can come from."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +87,32 @@ class RequestSteps:
 def ratio(numerator: Number, denominator: Number) -> float | None:
     """A quotient in plain floats; None where there was nothing to divide by."""
     return float(numerator) / float(denominator) if denominator else None
+
+
+def origins(num_judged: int, num_accepted: int, num_emitted: int) -> tuple[str, ...]:
+    """Where each token that a step emitted came from, in order; one of `ORIGINS` each.
+
+    >>> origins(3, 2, 3), origins(1, 1, 2), origins(0, 0, 1)
+    (('accepted', 'accepted', 'correction'), ('accepted', 'bonus'), ('plain',))
+    """
+    if not num_judged:
+        own = "plain"
+    else:
+        own = "bonus" if num_accepted == num_judged else "correction"
+    return ("accepted",) * num_accepted + (own,) * (num_emitted - num_accepted)
+
+
+def row_origins(info: StepInfo, row: int) -> tuple[str, ...]:
+    """`origins` of all tokens that the steps of a row emitted, one after another.
+
+    Args:
+        info: Leaves ``[B, steps, ...]``.
+        row: Which.
+    """
+    live = np.flatnonzero(info.is_live[row])
+    leaves = (info.num_judged, info.num_accepted, info.num_emitted)
+    steps = zip(*(leaf[row, live].tolist() for leaf in leaves), strict=True)
+    return tuple(origin for step in steps for origin in origins(*step))
 
 
 def count(

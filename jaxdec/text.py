@@ -172,6 +172,9 @@ class Piece:
     tokens: tuple[int, ...]
     finish_reason: str | None = None
     """Set on the last piece."""
+    origins: tuple[str, ...] = ()
+    """Where each of the tokens came from (`jaxdec.counts.origins`); a server's pieces
+    do not tell."""
 
 
 def stream(
@@ -292,7 +295,8 @@ def _segments(call: Call, texts: list[TextStream], segment: int) -> Iterator[_Se
                 text, num, finish[row] = texts[row].take(new, reason)
                 new = new[:num]
             tokens[row].extend(new)
-            pieces.append(Piece(text=text, tokens=tuple(new)))
+            origins = counts.row_origins(info, row)[: len(new)]
+            pieces.append(Piece(text=text, tokens=tuple(new), origins=origins))
         state = state.replace(
             sequences=state.sequences.replace(finish=jax.numpy.asarray(finish))
         )

@@ -12,6 +12,8 @@ from jaxdec.certificate import Certificate
 from jaxdec.concurrency import Together
 from jaxdec.evidence import Evidence, jsonable
 from jaxdec.planning.bandwidth import Floor
+from jaxdec.report.page import html
+from jaxdec.report.plots import plot
 from jaxdec.report.tables import markdown
 from jaxdec.statistics import REPETITIVE, is_repetitive
 from jaxdec.strategies import LookupConfig, StrategyConfig
@@ -132,13 +134,25 @@ class Comparison:
             **fields,
         }
 
-    def save(self, folder: str | Path) -> None:
-        """Writes ``report.json`` and ``report.md``."""
+    def save(self, folder: str | Path) -> list[Path]:
+        """Writes ``report.json``, ``report.md``, ``report.html`` and PNG figures.
+
+        The figures need matplotlib; without it they are left out. Returns what was
+        written.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
-        (folder / "report.json").write_text(text + "\n", encoding="utf-8")
-        (folder / "report.md").write_text(markdown(self.to_dict()), encoding="utf-8")
+        report = self.to_dict()
+        text = json.dumps(report, allow_nan=False, ensure_ascii=False)
+        written = []
+        for name, content in (
+            ("report.json", text + "\n"),
+            ("report.md", markdown(report)),
+            ("report.html", html(report)),
+        ):
+            (folder / name).write_text(content, encoding="utf-8")
+            written.append(folder / name)
+        return written + plot(report, folder)
 
 
 def tokens_per_step(requests: Sequence[Mapping[str, Any]]) -> float:

@@ -1,7 +1,7 @@
 """The comparison as one table and a few words, for the terminal and for Markdown.
 
 Everything here reads the dictionary that ``report.json`` holds, so a report can be
-written again from the file alone.
+written again from the file alone. A figure that is missing is shown as "-".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +38,10 @@ def _percent(name: str) -> Callable[[Record], str]:
     return show
 
 
+def _count(name: str) -> Callable[[Record], str]:
+    return lambda record: "-" if record[name] is None else str(record[name])
+
+
 def _if_drafting(show: Callable[[Record], str]) -> Callable[[Record], str]:
     return lambda record: show(record) if record["draft_length"] else "-"
 
@@ -47,16 +51,17 @@ def _memory(record: Record) -> str:
     return f"{size / 1e6:.1f}" if size else "-"
 
 
-def _name(record: Record) -> str:
+def label(record: Record) -> str:
+    """A strategy as it is called in tables, with its temperature unless that is 0."""
     temperature = record["temperature"]
-    return record["strategy"] + (f" T{temperature:g}" if temperature else "")
+    return f"{record['strategy']}" + (f" T{temperature:g}" if temperature else "")
 
 
 _BEFORE_CERTIFICATE = (
-    ("strategy", _name),
+    ("strategy", label),
     ("tokens\n/step", _number("tokens_per_step")),
     ("accept\nrate", _if_drafting(_percent("acceptance_rate"))),
-    ("roll-\nbacks", _if_drafting(lambda record: str(record["num_rollbacks"]))),
+    ("roll-\nbacks", _if_drafting(_count("num_rollbacks"))),
     ("TPOT\nms", _time_per_token),
     ("speed", _number("speed_vs_greedy", unit="x")),
     ("draft\nms", _if_drafting(_milliseconds("draft_cost_ms"))),
@@ -85,8 +90,8 @@ def verdict(certificate: Record | None) -> str:
     if certificate is None:
         return "not tried"
     if not certificate["passed"]:
-        return "NO"
-    ties = len(certificate["ties"])
+        return "-" if certificate["passed"] is None else "NO"
+    ties = len(certificate["ties"] or ())
     return f"yes, {ties} tie{'s' if ties > 1 else ''}" if ties else "yes"
 
 
@@ -110,27 +115,33 @@ def caption(report: Record) -> str:
     """What was held fixed, in one line."""
     settings, model = report["settings"], report["model"]
     size = settings["batch_size"]
-    together = "one at a time" if size == 1 else f"in batches of {size}"
+    together = "one at a time" if size == 1 else f"in batches of {_known(size)}"
     return (
-        f"{model['name']} in {model['dtype']} on {settings['device']}; "
-        f"{len(settings['prompts'])} prompts {together}, at most "
-        f"{settings['max_new_tokens']} new tokens, seed {settings['seed']}"
+        f"{_known(model['name'])} in {_known(model['dtype'])} on "
+        f"{_known(settings['device'])}; {len(settings['prompts'] or ())} prompts "
+        f"{together}, at most {_known(settings['max_new_tokens'])} new tokens, seed "
+        f"{_known(settings['seed'])}"
     )
+
+
+def _known(value: Any) -> str:
+    return "-" if value is None else str(value)
 
 
 def task_table(report: Record) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Tokens per step by task: titles, and a row a strategy."""
     records = report["strategies"]
-    tasks = list(records[0]["tokens_per_step_by_task"])
+    by_task = [record["tokens_per_step_by_task"] or {} for record in records]
+    tasks = list(by_task[0]) if by_task else []
     titles = ("strategy", *tasks, "all", "not repetitive")
     rows = [
         (
-            _name(record),
-            *(f"{record['tokens_per_step_by_task'][task]:.2f}" for task in tasks),
-            f"{record['tokens_per_step']:.2f}",
-            f"{record['tokens_per_step_not_repetitive']:.2f}",
+            label(record),
+            *(_number(task)({task: None} | found) for task in tasks),
+            _number("tokens_per_step")(record),
+            _number("tokens_per_step_not_repetitive")(record),
         )
-        for record in records
+        for record, found in zip(records, by_task, strict=True)
     ]
     return titles, rows
 
@@ -144,22 +155,27 @@ def markdown(report: Record) -> str:
     lines += ["", "## Advice", ""]
     lines += [f"- {line}" for line in advice_lines(report)]
     lines += ["", "## Quality", ""]
-    titles = ("strategy", "perplexity", "repetition", "format", "distinct", "finish")
-    lines += table(titles, [_quality(record) for record in report["strategies"]])
+    lines += table(*quality_table(report))
     lines += ["", "## How to read it", ""]
     lines += [f"- {note}" for note in report["settings"]["notes"]]
     return "\n".join(lines) + "\n"
 
 
+def quality_table(report: Record) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """What was said, not how fast: titles, and a row a strategy."""
+    titles = ("strategy", "perplexity", "repetition", "format", "distinct", "finish")
+    return titles, [_quality(record) for record in report["strategies"]]
+
+
 def _quality(record: Record) -> tuple[str, ...]:
-    reasons = record["finish_reasons"]
+    reasons = record["finish_reasons"] or {}
     return (
-        _name(record),
+        label(record),
         _number("perplexity")(record),
         _percent("repetition_rate")(record),
         _percent("format_success_rate")(record),
-        str(record["distinct_outputs"]),
-        ", ".join(f"{name} {count}" for name, count in reasons.items()),
+        _count("distinct_outputs")(record),
+        ", ".join(f"{reason} {count}" for reason, count in reasons.items()) or "-",
     )
 
 
@@ -167,7 +183,16 @@ def table(titles: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table in Markdown."""
 
     def line(cells):
-        plain = (c.replace("-\n", "").replace("\n", " ") for c in cells)
+        plain = map(one_line, cells)
         return f"| {' | '.join(c.replace('|', chr(92) + '|') for c in plain)} |"
 
     return [line(titles), line(["---"] * len(titles)), *map(line, body)]
+
+
+def one_line(title: str) -> str:
+    r"""A title without its line breaks; a hyphen before one goes with it.
+
+    >>> one_line("roll-\nbacks"), one_line("TPOT\nms")
+    ('rollbacks', 'TPOT ms')
+    """
+    return title.replace("-\n", "").replace("\n", " ")
