@@ -1,4 +1,4 @@
-"""The `jaxdec` command: generate, compare, plan, load, inspect, models; and training.
+"""The `jaxdec` command: generate, show, compare, plan, load, inspect, models; training.
 
 One function per subcommand, and no logic of its own: what a subcommand prints is what
 the library returns. Results go to stdout; progress, evidence lines and errors go to
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxdec import console as terminal
-from jaxdec import load_command, plan_command, train_command
+from jaxdec import load_command, options, plan_command, show_command, train_command
 
 _HELP = """Decoding strategies for language models, chosen on evidence.
 
@@ -26,9 +26,12 @@ A worked path:
       streams an answer of the built-in model (fetched once, 93 MB)
   jaxdec generate "Why is the sky blue?" --strategy lookup
       the same tokens, several a step where text repeats itself
+  jaxdec show "Why is the sky blue?" --strategy lookup
+      the same in colours: accepted drafts, corrections, bonus tokens
   jaxdec compare
       runs greedy, sample, lookup and self_draft on the same prompts,
-      certifies that none of them changes the answer, says which to use
+      certifies that none of them changes the answer, says which to use;
+      report/report.html shows every step
   jaxdec plan --model qwen3-8b --topology v5e:2x2
       whether each strategy fits on a TPU, and when it pays, without one
   jaxdec load --rate 2 --strategy lookup --sweep 1,10,100
@@ -49,28 +52,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Model = Annotated[
-    str,
-    typer.Option(help="smollm2, a folder, a .gguf file, or a Hugging Face Hub id."),
-]
-Dtype = Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")]
-Drafter = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A trained drafter: a folder or a Hub id; may be given several times."
-    ),
-]
-DraftModel = Annotated[
-    str | None,
-    typer.Option(
-        help="For draft_model: a smaller model with the same tokenizer, as --model."
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
-DraftLength = Annotated[
-    int | None, typer.Option(help="Draft tokens a step; each strategy has its own.")
-]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -101,90 +82,53 @@ def _options(
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help='Text; "-" reads it from stdin.')],
-    model: Model = "smollm2",
-    strategy: Annotated[
-        str,
-        typer.Option(
-            help="greedy, sample, lookup, self_draft; or one of a drafter: mtp, eagle, "
-            "eagle3, eagle3_tree, peagle, dflash, dspark, first_of."
-        ),
-    ] = "greedy",
-    drafter: Drafter = None,
-    draft_model: DraftModel = None,
-    draft_length: DraftLength = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 128,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="0 is greedy. If not given: 0.7 for sample, else 0."),
-    ] = None,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest; 0 is off.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Keep the likeliest up to this mass; 1 is off.")
-    ] = 1.0,
-    min_p: Annotated[
-        float,
-        typer.Option(help="Keep those this likely against the first; 0 is off."),
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same tokens.")] = 0,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="Text that ends the answer; may be given several times."),
-    ] = None,
-    dtype: Dtype = "bfloat16",
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="Apply the chat template; done if the model has one.",
-        ),
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    exact: Annotated[
-        bool,
-        typer.Option("--exact", help="Equal plain decoding bit for bit; slower."),
-    ] = False,
-    as_json: Json = False,
+    prompt: options.Prompt,
+    model: options.Model = "smollm2",
+    strategy: options.Strategy = "greedy",
+    drafter: options.Drafter = None,
+    draft_model: options.DraftModel = None,
+    draft_length: options.DraftLength = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = 0,
+    stop: options.Stop = None,
+    dtype: options.Dtype = "bfloat16",
+    chat: options.Chat = None,
+    system: options.System = None,
+    exact: options.Exact = False,
+    as_json: options.Json = False,
 ) -> None:
     """Answer one prompt; stream the text.
 
     With --json: {"outputs": [{"text", "tokens", "finish_reason"}], "evidence": {...}}.
     """
-    if prompt == "-":
-        prompt = sys.stdin.read()
-    # Before the model is loaded: these two are the likeliest slips.
-    if not prompt.strip():
-        raise ValueError(
-            "the prompt is empty; give some text, or - to read it from stdin"
-        )
-    terminal.prepare_jax()
-    import jaxdec
-    from jaxdec import measure, strategies
-
-    strategies.check_name(strategy)
-    _check_draft_model([strategy], draft_model, drafter)
-    if strategy in strategies.BY_NAME:  # Before the model is loaded.
-        strategies.resolve(strategy, draft_length)
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-        "stop": tuple(stop or ()),
-        "chat": chat,
-        "system": system,
-        "exact": exact,
-    }
-    jaxdec.sampling.make_sampling_params(
-        1, temperature=temperature or 0.0, top_k=top_k, top_p=top_p, min_p=min_p
+    lm, prompt, asked = options.prepare(
+        prompt,
+        model=model,
+        strategy=strategy,
+        drafter=drafter,
+        draft_model=draft_model,
+        draft_length=draft_length,
+        dtype=dtype,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+        chat=chat,
+        system=system,
+        exact=exact,
     )
-    lm = _load(model, dtype, drafter, draft_model)
-    config = strategies.resolve(strategy, draft_length, lm)
-    options["strategy"] = config
+    import jaxdec
+    from jaxdec import measure
+
     if as_json:
-        outputs = jaxdec.generate(lm, prompt, **options)
+        outputs = jaxdec.generate(lm, prompt, **asked)
         record = {
             "outputs": [
                 {
@@ -198,11 +142,13 @@ def generate(
         }
         typer.echo(json.dumps(record, allow_nan=False, ensure_ascii=False))
         return
-    outputs = _stream(jaxdec.stream(lm, prompt, **options))
+    outputs = _stream(jaxdec.stream(lm, prompt, **asked))
     if outputs.run is not None:
         evidence = measure.evidence(outputs.run, outputs.items, with_costs=False)
         terminal.errors().print(
-            terminal.summary(config.name, evidence), style="dim", soft_wrap=True
+            terminal.summary(asked["strategy"].name, evidence),
+            style="dim",
+            soft_wrap=True,
         )
 
 
@@ -221,12 +167,12 @@ def _stream(pieces: Iterator[Any]) -> Any:
 
 @app.command()
 def compare(
-    model: Model = "smollm2",
+    model: options.Model = "smollm2",
     strategies: Annotated[
         str, typer.Option(help="Names, with commas; greedy is always run.")
     ] = "greedy,sample,lookup,self_draft",
-    drafter: Drafter = None,
-    draft_model: DraftModel = None,
+    drafter: options.Drafter = None,
+    draft_model: options.DraftModel = None,
     prompts: Annotated[
         str,
         typer.Option(
@@ -240,7 +186,7 @@ def compare(
     temperature: Annotated[
         float, typer.Option(help="Of all but greedy; sample uses 0.7 where it is 0.")
     ] = 0.0,
-    draft_length: DraftLength = None,
+    draft_length: options.DraftLength = None,
     seed: Annotated[
         int, typer.Option(help="Of the first request; the next has the next.")
     ] = 0,
@@ -251,15 +197,12 @@ def compare(
         int,
         typer.Option(help="Requests run together; times are then those of a batch."),
     ] = 1,
-    dtype: Dtype = "bfloat16",
-    exact: Annotated[
-        bool,
-        typer.Option("--exact", help="Equal plain decoding bit for bit; slower."),
-    ] = False,
+    dtype: options.Dtype = "bfloat16",
+    exact: options.Exact = False,
     out: Annotated[
-        Path, typer.Option(help="Folder for report.json and report.md.")
+        Path, typer.Option(help="Folder for the report: .json, .md, .html, figures.")
     ] = Path("report"),
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Run strategies on the same prompts; certify, measure, and say which to use."""
     from jaxdec.prompts import builtin, read
@@ -270,7 +213,7 @@ def compare(
     from jaxdec.compare import compare as run
     from jaxdec.compare import plan
     from jaxdec.io.storage import make_folder
-    from jaxdec.report import tables
+    from jaxdec.report import plots, tables
     from jaxdec.strategies import BY_NAME, check_name, resolve
 
     names = [name.strip() for name in strategies.split(",")]
@@ -281,10 +224,10 @@ def compare(
         )
     for name in names:
         check_name(name)
-    _check_draft_model(names, draft_model, drafter)
+    options.check_draft_model(names, draft_model, drafter)
     plan([n for n in names if n in BY_NAME], temperature, draft_length)
     make_folder(out)
-    lm = _load(model, dtype, drafter, draft_model)
+    lm = options.load_model(model, dtype, drafter, draft_model)
     with terminal.progress_bar() as progress:
         comparison = run(
             lm,
@@ -329,11 +272,13 @@ def compare(
         highlight=False,
         soft_wrap=True,
     )
-    terminal.errors().print(
-        f"wrote {out / 'report.json'} and {out / 'report.md'}", style="dim"
-    )
+    terminal.notice(f"wrote {out / 'report.json'}, {out / 'report.md'} and figures")
+    terminal.notice(f"open {out / 'report.html'} in a browser")
+    if not plots.can_draw():
+        terminal.notice(plots.WITHOUT)
 
 
+app.command()(show_command.show)
 app.command()(plan_command.plan)
 app.command()(load_command.load)
 
@@ -345,7 +290,7 @@ def inspect(
         str | None,
         typer.Option(help="Of a drafter: the model it is for; checks the pairing."),
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Say what a model or a drafter is."""
     from jaxdec.report.inspection import inspect as look
@@ -364,7 +309,7 @@ def inspect(
 
 
 @app.command()
-def models(as_json: Json = False) -> None:
+def models(as_json: options.Json = False) -> None:
     """List the built-in models, and what is in the cache."""
     from jaxdec.report.checkpoints import cached
 
@@ -391,42 +336,4 @@ def models(as_json: Json = False) -> None:
     console.print(f"cache: {found['cache']}", style="dim", soft_wrap=True)
 
 
-def _check_draft_model(
-    names: Sequence[str], draft_model: str | None, drafters: Sequence[str] | None
-) -> None:
-    """Before anything is loaded: the option and the strategy belong together."""
-    is_asked = "draft_model" in names
-    if is_asked and draft_model is None and not drafters:
-        raise ValueError(
-            "strategy 'draft_model' needs a model: add --draft-model MODEL, a smaller "
-            "one with the same tokenizer, or --drafter PATH, one trained for the target"
-        )
-    if draft_model is not None and not is_asked:
-        raise ValueError(
-            f"--draft-model {draft_model} is for the strategy 'draft_model', and "
-            f"{', '.join(names)} was asked for; name it, or leave the option out"
-        )
-
-
 train_command.register(app)
-
-
-def _load(
-    model: str,
-    dtype: str,
-    drafters: Sequence[str] | None = None,
-    draft_model: str | None = None,
-) -> Any:
-    import jaxdec
-    from jaxdec.io.hub import resolve
-
-    # Before the model is loaded: they may be absent.
-    for name in drafters or ():
-        resolve(name, terminal.notice, "drafter")
-    lm = jaxdec.load(model, dtype=dtype, progress=terminal.notice)
-    if draft_model is not None:
-        draft = jaxdec.load(draft_model, dtype=dtype, progress=terminal.notice)
-        lm.strategies["draft_model"] = jaxdec.draft_model(draft)
-    for name in drafters or ():
-        jaxdec.add_drafter(lm, jaxdec.load_drafter(name, lm))
-    return lm

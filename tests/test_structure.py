@@ -52,7 +52,16 @@ LEVELS = {
         "export",
     ),
     8: ("compare", "certify", "abstract_lm", "ahead", "plan", "load_run"),
-    9: ("cli", "console", "plan_command", "train_command", "load_command", "__main__"),
+    9: (
+        "cli",
+        "console",
+        "options",
+        "plan_command",
+        "show_command",
+        "train_command",
+        "load_command",
+        "__main__",
+    ),
 }
 """A file imports only from lower levels, or from its own folder."""
 GROUPS = (1, 6, 7, 8, 9)
