@@ -187,6 +187,8 @@ def status(stream: Coloured) -> rich.text.Text:
         f"step {steps} gave {stream.num_last}: {num} tokens, "
         f"{num / max(steps, 1):.2f} a step",
         style="dim",
+        no_wrap=True,
+        overflow="ellipsis",
     )
 
 

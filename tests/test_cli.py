@@ -19,6 +19,7 @@ from jaxdec import console
 from jaxdec.certificate import certify as conclude
 from jaxdec.cli import app
 from jaxdec.io import hub
+from jaxdec.report import plots
 
 CASES = pathlib.Path(__file__).parent / "golden" / "cases"
 compare_module = importlib.import_module("jaxdec.compare")
@@ -60,7 +61,15 @@ def test_help_teaches(run):
     for arguments in ([], ["--help"], ["-h"]):
         status, out, err = run(*arguments)
         assert status == 0 and err == ""
-        for word in ("generate", "compare", "plan", "inspect", "models", "A worked"):
+        for word in (
+            "generate",
+            "show",
+            "compare",
+            "plan",
+            "inspect",
+            "models",
+            "A worked",
+        ):
             assert word in out
     for name in ("generate", "compare", "plan", "inspect", "models"):
         status, out, _ = run(name, "--help")
@@ -256,8 +265,14 @@ def test_compare(run, model, monkeypatch, tmp_path):
         *("--model", model, "--dtype", "float32", "--max-new-tokens", "8"),
         *("--strategies", "lookup", "--prompts", str(prompts), "--limit", "1"),
     ]
-    status, out, err = run("compare", *options, "--out", str(tmp_path / "a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(plots, "can_draw", lambda: False)
+        status, out, err = run("compare", *options, "--out", str(tmp_path / "a"))
     assert status == 0
+    assert "no PNG files: matplotlib is not installed" in err
+    assert f"open {tmp_path / 'a' / 'report.html'} in a browser" in err
+    assert "<!doctype html>" in (tmp_path / "a" / "report.html").read_text()
+    assert not list((tmp_path / "a").glob("*.png"))
     assert "lookup" in out and "lossless" in out and "TPOT" in out
     assert "greedy" in out and "- Use " in out
     assert str(tmp_path / "a" / "report.json") in err
@@ -267,6 +282,7 @@ def test_compare(run, model, monkeypatch, tmp_path):
     status, out, err = run("compare", *options, "--out", str(tmp_path / "b"), "--json")
     assert status == 0 and err == ""
     assert json.loads(out) == json.loads((tmp_path / "b/report.json").read_text())
+    assert len(list((tmp_path / "b").glob("*.png"))) == 5
     (tmp_path / "file").write_text("")
     status, out, err = run("compare", *options, "--out", str(tmp_path / "file"))
     assert status == 1 and out == "" and is_one_line(err)

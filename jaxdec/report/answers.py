@@ -148,7 +148,7 @@ def _told(step: Step, index: int) -> str:
         drafted = " or ".join(map(_quoted, step.refused))
         target = f"draft {drafted}, {target}"
     lines += [target, *_probability(token)]
-    if step.refused_confidence is not None:
+    if step.refused and step.refused_confidence is not None:
         lines.append(
             f"the drafter's confidence in {_quoted(step.refused[0])}: "
             f"{step.refused_confidence:.1%}"

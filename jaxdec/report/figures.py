@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from jaxdec.report.tables import Record, label
 
-Value = float | None
+Number = float | int
+Value = Number | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,8 @@ class Point:
     """One strategy."""
 
     label: str
-    x: float
-    y: float
+    x: Number
+    y: Number
     is_certified: bool
 
 

@@ -66,6 +66,18 @@ def html(report: Mapping[str, Any]) -> str:
     )
 
 
+_LISTS = (
+    "strategies",
+    "requests",
+    "prompts",
+    "ties",
+    "divergences",
+    "findings",
+    "rankings",
+)
+"""Of records, wherever they are in a report."""
+
+
 class _Tolerant(dict):
     """A record in which what is missing is None."""
 
@@ -75,22 +87,28 @@ class _Tolerant(dict):
 
 def _tolerant(report: Mapping[str, Any]) -> Record:
     """A copy in which nothing that the page looks for is missing."""
-    text = json.dumps(report)
-    found = json.loads(text, object_hook=_Tolerant)
+    found = _whole(json.loads(json.dumps(report), object_hook=_Tolerant))
     for name in ("model", "settings", "certificates", "advice"):
         found[name] = found[name] or _Tolerant()
-    found["certificates"] = _Tolerant(
-        {name: c for name, c in found["certificates"].items() if c}
-    )
-    found["strategies"] = [record for record in found["strategies"] or () if record]
+    certificates = found["certificates"]
+    found["certificates"] = _Tolerant({k: c for k, c in certificates.items() if c})
+    found["strategies"] = found["strategies"] or []
+    found["settings"]["prompts"] = found["settings"]["prompts"] or []
     advice = found["advice"]
-    advice["verdict"] = advice["verdict"] or ""
-    for name in ("findings", "rankings"):
-        advice[name] = [entry for entry in advice[name] or () if entry]
-    found["settings"]["prompts"] = [
-        p or _Tolerant() for p in found["settings"]["prompts"] or ()
-    ]
+    for name, nothing in (("verdict", ""), ("findings", []), ("rankings", [])):
+        advice[name] = advice[name] or nothing
     return found
+
+
+def _whole(value: Any, name: str = "") -> Any:
+    """Puts an empty record where one of a list is missing."""
+    if isinstance(value, dict):
+        return _Tolerant({key: _whole(item, key) for key, item in value.items()})
+    if not isinstance(value, list):
+        return value
+    if name in _LISTS:
+        value = [_Tolerant() if item is None else item for item in value]
+    return [_whole(item) for item in value]
 
 
 @functools.cache
@@ -343,7 +361,7 @@ def _table(
     )
 
 
-def _list(lines: Iterable[str]) -> str:
+def _list(lines: Iterable[Any]) -> str:
     items = "".join(f"<li>{escape(_shown(line))}</li>" for line in lines)
     return f"<ul>{items}</ul>" if items else ""
 

@@ -8,7 +8,7 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 
-from jaxdec.report.figures import Bars, Curves, Figure, Points, number
+from jaxdec.report.figures import Bars, Curves, Figure, Number, Points, number
 
 WIDTH = 360
 NUM_COLOURS = 7
@@ -92,7 +92,7 @@ def _curves(figure: Curves) -> str:
         room = WIDTH - _LEFT - _RIGHT
         return _LEFT + room * (0.5 if most == 1 else (position - 1) / (most - 1))
 
-    def height(share: float) -> float:
+    def height(share: Number) -> float:
         return _TOP + _PLOT * (1 - share)
 
     shapes = []
@@ -122,11 +122,11 @@ def _points(figure: Points) -> str:
         min(p.y for p in figure.points), max(p.y for p in figure.points), is_open=True
     )
 
-    def place(point_x: float) -> float:
+    def place(point_x: Number) -> float:
         share = (point_x - ticks_x[0]) / (ticks_x[-1] - ticks_x[0])
         return _LEFT + (WIDTH - _LEFT - _RIGHT) * share
 
-    def height(point_y: float) -> float:
+    def height(point_y: Number) -> float:
         share = (point_y - ticks_y[0]) / (ticks_y[-1] - ticks_y[0])
         return _TOP + _PLOT * (1 - share)
 
@@ -160,7 +160,7 @@ def _points(figure: Points) -> str:
     return drawn
 
 
-def _labels(names: Sequence[str], places: Sequence[tuple[float, float]]) -> list[str]:
+def _labels(names: Sequence[str], places: Sequence[tuple[Number, Number]]) -> list[str]:
     """The names beside their points, where they cover neither points nor each other."""
     taken = [(x - 7, x + 7, y - 7, y + 7) for x, y in places]
     found = []
@@ -184,7 +184,7 @@ def _labels(names: Sequence[str], places: Sequence[tuple[float, float]]) -> list
     return found
 
 
-def _meet(one: Sequence[float], other: Sequence[float]) -> bool:
+def _meet(one: Sequence[Number], other: Sequence[Number]) -> bool:
     """Whether two boxes (left, right, top, bottom) share a point."""
     return (
         one[0] < other[1]
@@ -194,7 +194,7 @@ def _meet(one: Sequence[float], other: Sequence[float]) -> bool:
     )
 
 
-def _ticks(low: float, high: float, *, is_open: bool = False) -> list[float]:
+def _ticks(low: Number, high: Number, *, is_open: bool = False) -> list[float]:
     """Four to six round numbers that enclose a range; `is_open` leaves some room."""
     if is_open:
         room = 0.15 * (high - low) or 0.1 * abs(high) or 1.0
@@ -212,12 +212,12 @@ def _marks(most: int) -> list[int]:
     return [p for p in range(1, most + 1) if (p - 1) % every == 0]
 
 
-def _across(y: float, told: str) -> list[str]:
+def _across(y: Number, told: str) -> list[str]:
     grid = f'<line class="grid" x1="{_LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
     return [grid, _text(_LEFT - 5, y + 4, told, "tick end")]
 
 
-def _mark(x: float, y: float, number: int, css: str, said: str) -> str:
+def _mark(x: Number, y: Number, number: int, css: str, said: str) -> str:
     """A mark whose shape, too, tells strategies apart."""
     corners = (
         (),
@@ -235,7 +235,7 @@ def _mark(x: float, y: float, number: int, css: str, said: str) -> str:
 
 
 def _rect(
-    x: float, y: float, width: float, height: float, css: str, said: str = ""
+    x: Number, y: Number, width: Number, height: Number, css: str, said: str = ""
 ) -> str:
     title = f"<title>{html.escape(said)}</title>" if said else ""
     return (
@@ -244,16 +244,16 @@ def _rect(
     )
 
 
-def _text(x: float, y: float, text: str, css: str) -> str:
+def _text(x: Number, y: Number, text: str, css: str) -> str:
     return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}">{html.escape(text)}</text>'
 
 
 def _svg(
     shapes: Iterable[str],
     title: str,
-    height: float,
+    height: Number,
     *,
-    width: float = WIDTH,
+    width: Number = WIDTH,
     css: str = "figure",
 ) -> str:
     return (

@@ -54,7 +54,7 @@ def _memory(record: Record) -> str:
 def label(record: Record) -> str:
     """A strategy as it is called in tables, with its temperature unless that is 0."""
     temperature = record["temperature"]
-    return f"{record['strategy']}" + (f" T{temperature:g}" if temperature else "")
+    return _known(record["strategy"]) + (f" T{temperature:g}" if temperature else "")
 
 
 _BEFORE_CERTIFICATE = (
@@ -175,7 +175,8 @@ def _quality(record: Record) -> tuple[str, ...]:
         _percent("repetition_rate")(record),
         _percent("format_success_rate")(record),
         _count("distinct_outputs")(record),
-        ", ".join(f"{reason} {count}" for reason, count in reasons.items()) or "-",
+        ", ".join(f"{reason} {_known(count)}" for reason, count in reasons.items())
+        or "-",
     )
 
 

@@ -143,8 +143,8 @@ def steps(request: Mapping[str, Any]) -> list[Step]:
                 num_judged=judged,
                 num_accepted=accepted,
                 tokens=tuple(tokens),
-                refused=tuple(_entry(kept.get("refused"), i) or ()),
-                dropped=tuple(_entry(kept.get("dropped"), i) or ()),
+                refused=_texts(kept.get("refused"), i),
+                dropped=_texts(kept.get("dropped"), i),
                 refused_confidence=_confidence(
                     confidence, _entry(kept.get("refused_node"), i)
                 ),
@@ -180,7 +180,12 @@ def _named(tokenizer: Any, token: int) -> str:
     return tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
-def _confidence(values: Sequence[float], node: int | None) -> float | None:
+def _texts(values: Sequence[Any] | None, index: int) -> tuple[str, ...]:
+    found = _entry(values, index) or ()
+    return tuple(text for text in found if text is not None)
+
+
+def _confidence(values: Sequence[Any], node: int | None) -> float | None:
     """Of a draft node; a drafter without confidence records zeros."""
     return _entry(values, node - 1) if node and any(values) else None
 
