@@ -97,6 +97,7 @@ PLAIN = strategy(
     perplexity=2.25,
     requests=[request(timeline=None)],
 )
+WRONG = strategy("wrong", tpot_ms=None, tokens_per_step_not_repetitive=0.0)
 TIE = dict(position=3, plain_token=7, emitted_token=8, gap=0.01, kind="tie", request=0)
 REPORT = {
     "model": {"name": f"tiny {HOSTILE}", "dtype": "float32", "num_params": 12},
@@ -109,7 +110,7 @@ REPORT = {
         "prompts": [{"prompt_id": "one", "task": HOSTILE, "prompt": f"Say {HOSTILE}"}],
         "notes": [f"a note {HOSTILE}"],
     },
-    "strategies": [PLAIN, strategy("quick"), strategy("wrong", tpot_ms=None)],
+    "strategies": [PLAIN, strategy("quick"), WRONG],
     "certificates": {
         "quick": {
             "mode": "greedy",
@@ -272,6 +273,8 @@ def test_every_figure_of_the_tables_is_there(made_up):
     ]
     assert greedy[2:4] == ["-", "-"] and greedy[-1] == "not tried"
     assert wrong[-1] == "NO"
+    # Zero is a figure.
+    assert made_up.table("Tokens per step, by task")[1][2][-1] == "0.00"
     (best,) = made_up.within(made_up.all("div", "wide")[0], "tr", "best")
     assert best["text"].startswith("quick")
 
