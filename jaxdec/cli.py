@@ -223,8 +223,12 @@ def _stream(pieces: Iterator[Any]) -> Any:
 def compare(
     model: Model = "smollm2",
     strategies: Annotated[
-        str, typer.Option(help="Names, with commas; greedy is always run.")
-    ] = "greedy,sample,lookup,self_draft",
+        str | None,
+        typer.Option(
+            help="Names, with commas; greedy is always run. If not given: greedy, "
+            "sample, lookup, self_draft, and those of drafters that come along."
+        ),
+    ] = None,
     drafter: Drafter = None,
     draft_model: DraftModel = None,
     prompts: Annotated[
@@ -273,7 +277,9 @@ def compare(
     from jaxdec.report import tables
     from jaxdec.strategies import BY_NAME, check_name, resolve
 
-    names = [name.strip() for name in strategies.split(",")]
+    names = [*BY_NAME, *(["draft_model"] if draft_model else [])]
+    if strategies is not None:
+        names = [name.strip() for name in strategies.split(",")]
     if not all(names):
         raise ValueError(
             f"--strategies has an empty name, got {strategies!r}; give names with "
@@ -285,6 +291,8 @@ def compare(
     plan([n for n in names if n in BY_NAME], temperature, draft_length)
     make_folder(out)
     lm = _load(model, dtype, drafter, draft_model)
+    if strategies is None:
+        names += [name for name in lm.strategies if name not in names]
     with terminal.progress_bar() as progress:
         comparison = run(
             lm,
@@ -395,8 +403,12 @@ def _check_draft_model(
     names: Sequence[str], draft_model: str | None, drafters: Sequence[str] | None
 ) -> None:
     """Before anything is loaded: the option and the strategy belong together."""
+    from jaxdec.shipped import checkpoints, shipped
+
     is_asked = "draft_model" in names
-    if is_asked and draft_model is None and not drafters:
+    is_given = draft_model is not None or bool(drafters)
+    comes_along = any(s.strategy == "draft_model" for s in shipped(checkpoints()))
+    if is_asked and not is_given and not comes_along:
         raise ValueError(
             "strategy 'draft_model' needs a model: add --draft-model MODEL, a smaller "
             "one with the same tokenizer, or --drafter PATH, one trained for the target"
