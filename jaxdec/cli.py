@@ -169,8 +169,12 @@ def _stream(pieces: Iterator[Any]) -> Any:
 def compare(
     model: options.Model = "smollm2",
     strategies: Annotated[
-        str, typer.Option(help="Names, with commas; greedy is always run.")
-    ] = "greedy,sample,lookup,self_draft",
+        str | None,
+        typer.Option(
+            help="Names, with commas; greedy is always run. If not given: greedy, "
+            "sample, lookup, self_draft, and those of drafters that come along."
+        ),
+    ] = None,
     drafter: options.Drafter = None,
     draft_model: options.DraftModel = None,
     prompts: Annotated[
@@ -216,7 +220,9 @@ def compare(
     from jaxdec.report import plots, tables
     from jaxdec.strategies import BY_NAME, check_name, resolve
 
-    names = [name.strip() for name in strategies.split(",")]
+    names = [*BY_NAME, *(["draft_model"] if draft_model else [])]
+    if strategies is not None:
+        names = [name.strip() for name in strategies.split(",")]
     if not all(names):
         raise ValueError(
             f"--strategies has an empty name, got {strategies!r}; give names with "
@@ -228,6 +234,8 @@ def compare(
     plan([n for n in names if n in BY_NAME], temperature, draft_length)
     make_folder(out)
     lm = options.load_model(model, dtype, drafter, draft_model)
+    if strategies is None:
+        names += [name for name in lm.strategies if name not in names]
     with terminal.progress_bar() as progress:
         comparison = run(
             lm,

@@ -128,8 +128,12 @@ def check_draft_model(
     names: Sequence[str], draft_model: str | None, drafters: Sequence[str] | None
 ) -> None:
     """Before anything is loaded: the option and the strategy belong together."""
+    from jaxdec.shipped import checkpoints, shipped
+
     is_asked = "draft_model" in names
-    if is_asked and draft_model is None and not drafters:
+    is_given = draft_model is not None or bool(drafters)
+    comes_along = any(s.strategy == "draft_model" for s in shipped(checkpoints()))
+    if is_asked and not is_given and not comes_along:
         raise ValueError(
             "strategy 'draft_model' needs a model: add --draft-model MODEL, a smaller "
             "one with the same tokenizer, or --drafter PATH, one trained for the target"

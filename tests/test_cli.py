@@ -77,6 +77,29 @@ def test_help_teaches(run):
     assert run("--version")[:2] == (0, f"jaxdec {jaxdec.__version__}\n")
 
 
+def test_compare_takes_all_that_a_model_has(run, model, monkeypatch, tmp_path):
+    """Without names: those that need nothing, and what comes with the model."""
+    found = {}
+
+    def stop(lm, prompts, names, **options):
+        found["names"] = names
+        raise ValueError("enough")
+
+    def add(lm):
+        lm.strategies["eagle3"] = jaxdec.lookup()
+
+    monkeypatch.setattr(compare_module, "compare", stop)
+    monkeypatch.setattr("jaxdec.lm.add_shipped", add)
+    words = ["compare", "--model", model, "--out", str(tmp_path / "out")]
+    assert run(*words)[2] == "jaxdec: enough\n"
+    four = ["greedy", "sample", "lookup", "self_draft"]
+    assert found["names"] == [*four, "eagle3"]
+    run(*words, "--draft-model", model)
+    assert found["names"] == [*four, "draft_model", "eagle3"]
+    run(*words, "--strategies", "greedy,eagle3")
+    assert found["names"] == ["greedy", "eagle3"]
+
+
 def test_a_smaller_model_drafts(run, model):
     words = ["generate", "abcabc", "--model", model, "--dtype", "float32", "--json"]
     words += ["--max-new-tokens", "8"]
