@@ -282,8 +282,12 @@ def test_every_figure_of_the_tables_is_there(made_up):
 def test_drawings_are_to_scale(made_up):
     tpot, per_step, accepted, quality, costs = made_up.all("figure")
 
+    def drawn(figure, tag, css=None):
+        (drawing,) = made_up.within(figure, "svg", "figure")
+        return made_up.within(drawing, tag, css)
+
     def widths(figure, css=None):
-        return [float(e["width"]) for e in made_up.within(figure, "rect", css)]
+        return [float(e["width"]) for e in drawn(figure, "rect", css)]
 
     assert widths(tpot) == [360, 240, 0]
     assert widths(per_step) == [360] * 3
@@ -295,15 +299,17 @@ def test_drawings_are_to_scale(made_up):
     (line, _) = made_up.within(accepted, "polyline")
     (x0, y0), (x2, y2) = (map(float, p.split(",")) for p in line["points"].split())
     assert (x0, x2) == (38, 348) and (y0, y2) == (10 + 190 / 4, 10 + 190 * 3 / 4)
-    marks = [
-        mark for tag in ("circle", "polygon") for mark in made_up.within(quality, tag)
-    ]
+    marks = [mark for tag in ("circle", "polygon") for mark in drawn(quality, tag)]
     said = {mark["text"]: mark["class"] for mark in marks}
     assert said == {
         "greedy: 1.00 times greedy, perplexity 2.25, not certified": "mark open c0",
         "quick: 1.50 times greedy, perplexity 2.50, certified": "mark c1",
         "wrong: 1.50 times greedy, perplexity 2.50, not certified": "mark open c2",
     }
+    legends = [item["text"] for item in made_up.within(quality, "li")]
+    assert legends == ["greedy", "quick", "wrong"]
+    # A strategy looks alike in every figure.
+    assert "c1" in line["class"].split()
     titles, (quick, _) = made_up.table("Acceptance by position")
     assert titles == ["strategy", "1", "2", "3"]
     assert quick == ["quick", "75.0%", "-", "25.0%"]

@@ -43,6 +43,8 @@ class Curves(Figure):
     across: str
     up: str
     curves: tuple[tuple[str, tuple[Value, ...]], ...]
+    order: tuple[str, ...]
+    """All strategies, so that each looks alike in every figure."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,8 @@ class Points(Figure):
     points: tuple[Point, ...]
     missing: tuple[str, ...]
     """Strategies that lack one of the two."""
+    order: tuple[str, ...]
+    """All strategies, as in `Curves`."""
 
 
 def figures(report: Record) -> list[Figure]:
@@ -119,6 +123,7 @@ def _acceptance(report: Record) -> Curves:
             for record in report["strategies"]
             if record["draft_length"] and record["acceptance_by_position"]
         ),
+        order=tuple(map(label, report["strategies"])),
     )
 
 
@@ -148,6 +153,7 @@ def _quality(report: Record) -> Points:
         up="perplexity",
         points=tuple(points),
         missing=tuple(missing),
+        order=tuple(map(label, report["strategies"])),
     )
 
 

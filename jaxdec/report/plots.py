@@ -74,10 +74,11 @@ def _bars(figure: Bars, axes: Any) -> None:
 
 
 def _curves(figure: Curves, axes: Any) -> None:
-    for i, (name, values) in enumerate(figure.curves):
+    for name, values in figure.curves:
+        i = figure.order.index(name)
         known = [(p, v) for p, v in enumerate(values, start=1) if v is not None]
         places, shares = [p for p, _ in known], [v for _, v in known]
-        axes.plot(places, shares, f"{_MARKS[i % 8]}-", label=name)
+        axes.plot(places, shares, f"C{i % 10}{_MARKS[i % 8]}-", label=name)
     axes.set_ylim(0, 1.05)
     axes.set_xlabel(figure.across)
     axes.set_ylabel(figure.up)
@@ -87,11 +88,12 @@ def _curves(figure: Curves, axes: Any) -> None:
 
 
 def _points(figure: Points, axes: Any) -> None:
-    for i, point in enumerate(figure.points):
+    for point in figure.points:
+        i = figure.order.index(point.label)
         axes.plot(
             point.x,
             point.y,
-            _MARKS[i % 8],
+            f"C{i % 10}{_MARKS[i % 8]}",
             label=point.label + ("" if point.is_certified else " (not certified)"),
             fillstyle="full" if point.is_certified else "none",
         )

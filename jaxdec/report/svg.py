@@ -19,6 +19,13 @@ _LEFT, _TOP, _PLOT, _RIGHT, _BOTTOM = 38, 10, 190, 12, 40
 """Margins of a plot with axes, and the height of what they enclose."""
 _LETTER = 6.6
 """Width of a letter, about."""
+_SHAPES = (
+    (),  # A circle.
+    ((-1, -1), (1, -1), (1, 1), (-1, 1)),
+    ((0, -1.3), (1.2, 1), (-1.2, 1)),
+    ((0, -1.4), (1.4, 0), (0, 1.4), (-1.4, 0)),
+)
+"""Corners of the marks."""
 
 
 def draw(figure: Figure) -> str:
@@ -78,7 +85,9 @@ def _bars(figure: Bars) -> str:
             said = f"{name}: {figure.parts[j][0]} {number(value, figure.unit)}"
             shapes.append(_rect(x, i * _ROW + 19, size, 11, css, said))
             x += size
-    parts = [(name, f"c{j}") for j, (name, _) in enumerate(figure.parts)]
+    parts = (
+        (name, _rect(0, 1, 28, 12, f"c{j}")) for j, (name, _) in enumerate(figure.parts)
+    )
     drawn = _svg(shapes, figure.title, _ROW * len(figure.labels))
     return drawn + (_legend(parts) if is_split else "")
 
@@ -101,17 +110,20 @@ def _curves(figure: Curves) -> str:
     for position in _marks(most):
         y = _TOP + _PLOT + 15
         shapes.append(_text(place(position), y, str(position), "tick middle"))
-    for i, (name, values) in enumerate(figure.curves):
-        css = f"c{i % NUM_COLOURS}"
+    legend = []
+    for name, values in figure.curves:
+        i = figure.order.index(name)
+        css, dash = f"c{i % NUM_COLOURS}", f"d{i % 4}"
         known = [(p, v) for p, v in enumerate(values, start=1) if v is not None]
         path = " ".join(f"{place(p):.1f},{height(v):.1f}" for p, v in known)
-        shapes.append(f'<polyline class="line {css} d{i % 4}" points="{path}"/>')
+        shapes.append(f'<polyline class="line {css} {dash}" points="{path}"/>')
         for position, value in known:
             said = f"{name}, place {position}: {value:.1%}"
             shapes.append(_mark(place(position), height(value), i, f"mark {css}", said))
+        sample = f'<line class="line {css} {dash}" x2="28" y1="7" y2="7"/>'
+        legend.append((name, sample + _mark(14, 7, i, f"mark {css}")))
     shapes.append(_text(WIDTH - _RIGHT, _TOP + _PLOT + 33, figure.across, "axis end"))
-    names = [(name, f"c{i % NUM_COLOURS}") for i, (name, _) in enumerate(figure.curves)]
-    return _svg(shapes, figure.title, _TOP + _PLOT + _BOTTOM) + _legend(names)
+    return _svg(shapes, figure.title, _TOP + _PLOT + _BOTTOM) + _legend(legend)
 
 
 def _points(figure: Points) -> str:
@@ -142,45 +154,47 @@ def _points(figure: Points) -> str:
     )
     places = [(place(p.x), height(p.y)) for p in figure.points]
     labels = _labels([p.label for p in figure.points], places)
-    for i, (point, (x, y), words) in enumerate(
-        zip(figure.points, places, labels, strict=True)
-    ):
-        css = "mark" if point.is_certified else "mark open"
+    legend = []
+    for point, (x, y), words in zip(figure.points, places, labels, strict=True):
+        i = figure.order.index(point.label)
+        css = f"mark{'' if point.is_certified else ' open'} c{i % NUM_COLOURS}"
         verdict = "certified" if point.is_certified else "not certified"
         said = (
             f"{point.label}: {point.x:.2f} times greedy, perplexity {point.y:.2f}, "
             f"{verdict}"
         )
-        shapes += [_mark(x, y, i, f"{css} c{i % NUM_COLOURS}", said), words]
+        shapes += [_mark(x, y, i, css, said), words]
+        legend.append((point.label, _mark(14, 7, i, css)))
     shapes.append(_text(0, _TOP + _PLOT + 33, f"up: {figure.up}", "axis"))
     shapes.append(_text(WIDTH - _RIGHT, _TOP + _PLOT + 33, figure.across, "axis end"))
-    drawn = _svg(shapes, figure.title, _TOP + _PLOT + _BOTTOM)
+    drawn = _svg(shapes, figure.title, _TOP + _PLOT + _BOTTOM) + _legend(legend)
     if figure.missing:
         drawn += _nothing(f"Not measured: {', '.join(figure.missing)}.")
     return drawn
 
 
 def _labels(names: Sequence[str], places: Sequence[tuple[Number, Number]]) -> list[str]:
-    """The names beside their points, where they cover neither points nor each other."""
+    """The names beside their points; "" where there is no room, as in a crowd."""
     taken = [(x - 7, x + 7, y - 7, y + 7) for x, y in places]
     found = []
     for name, (x, y) in zip(names, places, strict=True):
         size = _LETTER * len(name)
-        ways = [("start", x + 9, x + 9, y), ("end", x - 9, x - 9 - size, y)]
-        for far in (17, 31, 45, 59):
-            ways += [("middle", x, x - size / 2, y - far)]
-            ways += [("middle", x, x - size / 2, y + far)]
-        boxes = [(left, left + size, at - 7, at + 7) for *_, left, at in ways]
-        free = [
-            i
-            for i, box in enumerate(boxes)
-            if box[0] > _LEFT - 9 and box[1] < WIDTH and box[2] > 0
-            if box[3] < _TOP + _PLOT + 3 and not any(_meet(box, b) for b in taken)
-        ]
-        best = free[0] if free else 0
-        taken.append(boxes[best])
-        side, at_x, _, at_y = ways[best]
-        found.append(_text(at_x, at_y + 4, name, f"label {side}"))
+        ways = (
+            ("start", x + 9, x + 9, y),
+            ("end", x - 9, x - 9 - size, y),
+            ("middle", x, x - size / 2, y - 15),
+            ("middle", x, x - size / 2, y + 15),
+        )
+        words = ""
+        for side, at_x, left, at_y in ways:
+            box = (left, left + size, at_y - 7, at_y + 7)
+            is_inside = box[0] > _LEFT and box[1] < WIDTH and box[2] > 0
+            is_inside = is_inside and box[3] < _TOP + _PLOT + 3
+            if is_inside and not any(_meet(box, other) for other in taken):
+                taken.append(box)
+                words = _text(at_x, at_y + 4, name, f"label {side}")
+                break
+        found.append(words)
     return found
 
 
@@ -217,30 +231,28 @@ def _across(y: Number, told: str) -> list[str]:
     return [grid, _text(_LEFT - 5, y + 4, told, "tick end")]
 
 
-def _mark(x: Number, y: Number, number: int, css: str, said: str) -> str:
+def _mark(x: Number, y: Number, number: int, css: str, said: str = "") -> str:
     """A mark whose shape, too, tells strategies apart."""
-    corners = (
-        (),
-        ((-1, -1), (1, -1), (1, 1), (-1, 1)),
-        ((0, -1.3), (1.2, 1), (-1.2, 1)),
-    )
-    corners = (*corners, ((0, -1.4), (1.4, 0), (0, 1.4), (-1.4, 0)))[number % 4]
-    title = f"<title>{html.escape(said)}</title>"
+    title = _title(said)
+    corners = _SHAPES[number % len(_SHAPES)]
     if not corners:
-        return (
-            f'<circle class="{css}" cx="{x:.1f}" cy="{y:.1f}" r="4.5">{title}</circle>'
-        )
+        circle = f'<circle class="{css}" cx="{x:.1f}" cy="{y:.1f}" r="4.5">'
+        return f"{circle}{title}</circle>"
     path = " ".join(f"{x + 4.2 * a:.1f},{y + 4.2 * b:.1f}" for a, b in corners)
     return f'<polygon class="{css}" points="{path}">{title}</polygon>'
+
+
+def _title(said: str) -> str:
+    """What a browser tells of a shape where the mouse is over it."""
+    return f"<title>{html.escape(said)}</title>" if said else ""
 
 
 def _rect(
     x: Number, y: Number, width: Number, height: Number, css: str, said: str = ""
 ) -> str:
-    title = f"<title>{html.escape(said)}</title>" if said else ""
     return (
         f'<rect class="{css}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" '
-        f'height="{height:.2f}">{title}</rect>'
+        f'height="{height:.2f}">{_title(said)}</rect>'
     )
 
 
@@ -263,9 +275,11 @@ def _svg(
 
 
 def _legend(names: Iterable[tuple[str, str]]) -> str:
+    """A list of names, each with a shape from the drawing, 28 wide and 14 high."""
     items = (
-        f'<li><i class="swatch {css}"></i>{html.escape(name)}</li>'
-        for name, css in names
+        '<li><svg class="key" viewBox="0 0 28 14" aria-hidden="true">'
+        f"{shape}</svg>{html.escape(name)}</li>"
+        for name, shape in names
     )
     return f'<ul class="legend">{"".join(items)}</ul>'
 
