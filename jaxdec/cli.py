@@ -280,9 +280,10 @@ def compare(
         highlight=False,
         soft_wrap=True,
     )
-    terminal.notice(f"wrote {out / 'report.json'}, {out / 'report.md'} and figures")
+    figures = ", figures as .png" if plots.can_draw() else ""
+    terminal.notice(f"wrote {out / 'report.json'}, {out / 'report.md'}{figures}")
     terminal.notice(f"open {out / 'report.html'} in a browser")
-    if not plots.can_draw():
+    if not figures:
         terminal.notice(plots.WITHOUT)
 
 
