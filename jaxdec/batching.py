@@ -270,11 +270,15 @@ class SlotDevice:
             draft_limit: most draft tokens of a row in this step; None is no limit but
                 that of each request.
         """
-        limit = NO_LIMIT if draft_limit is None else draft_limit
+        limit = NO_LIMIT if draft_limit is None else min(draft_limit, NO_LIMIT)
         self._state, emitted = self._batching.step(
             self._params, self._state, jnp.asarray(is_free), jnp.int32(limit)
         )
         return jax.device_get(emitted)
+
+    def reset(self) -> None:
+        """All slots free, whatever happened to them."""
+        self._state = self._batching.empty()
 
     def wait(self, row: DecodeState | None = None) -> None:
         """Until the slots, and a row beside them, are computed."""

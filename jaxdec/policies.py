@@ -12,8 +12,9 @@ A policy is a rank, smallest first; ties go to the earlier arrival:
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PREEMPTIONS = ("none", "recompute", "keep")
 """Ways to let a waiting request go before a running one; see `jaxdec.scheduling`."""
@@ -69,8 +70,9 @@ class Limits:
     def __post_init__(self):
         for name in ("num_slots", "row_tokens", "chunk", "kv_tokens"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; give at least 1")
+            if name != "kv_tokens" or value is not None:
+                check_whole(name, value)
+        check_whole("max_kept", self.max_kept, least=0)
         if self.preemption not in PREEMPTIONS:
             raise ValueError(
                 f"preemption must be one of {', '.join(PREEMPTIONS)}, got "
@@ -79,7 +81,8 @@ class Limits:
 
     def rounds_left(self, job: Job) -> int:
         """Rounds that a job needs at most: a chunk or a token each."""
-        chunks = -(-job.num_unread // self.chunk)
+        num_unread = job.num_unread - (0 if job.has_row else job.num_shared)
+        chunks = -(-num_unread // self.chunk)
         return chunks + job.max_new_tokens - job.num_said
 
 
@@ -141,7 +144,7 @@ def find_policy(policy: str | Policy) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
-    if policy not in POLICIES:
+    if not isinstance(policy, str) or policy not in POLICIES:
         raise ValueError(
             f"unknown policy {policy!r}; use one of {', '.join(POLICIES)}, or a "
             "jaxdec.policies.Policy"
@@ -156,10 +159,30 @@ def check_fits(limits: Limits, prompt_length: int, max_new_tokens: int) -> None:
     if need > limits.row_tokens:
         raise ValueError(
             f"the request needs {told}, but a slot holds {limits.row_tokens}; shorten "
-            "the prompt, lower max_new_tokens, or give the server a larger capacity"
+            "the prompt, lower max_new_tokens, or make the server with a larger "
+            "max_length"
         )
     if limits.kv_tokens is not None and need > limits.kv_tokens:
         raise ValueError(
             f"the request needs {told}, but the KV budget is {limits.kv_tokens}; "
             "shorten the prompt, lower max_new_tokens, or raise kv_tokens"
         )
+
+
+def check_whole(name: str, value: Any, least: int = 1) -> None:
+    """Raises ValueError for what is no whole number, or too small a one."""
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_whole or value < least:
+        raise ValueError(
+            f"{name} is {value!r}; give at least {least}, as a whole number"
+        )
+
+
+def check_ranked(**values: Any) -> None:
+    """Raises ValueError for what no policy could put requests in order by."""
+    for name, value in values.items():
+        if not isinstance(value, numbers.Real) or math.isnan(value):
+            raise ValueError(
+                f"{name} is {value!r}, and requests are put in order by it; give a "
+                "number"
+            )

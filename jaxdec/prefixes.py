@@ -17,6 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from jaxdec.policies import check_whole
+
+Prompt = Sequence[int] | np.ndarray
+"""Tokens."""
+
 REMEMBERED = 64
 """Prompts of the past that a new one is compared with."""
 
@@ -51,8 +56,7 @@ class Prefixes:
         Raises:
             ValueError: fewer than none.
         """
-        if most < 0:
-            raise ValueError(f"max_shared is {most}; give at least 0")
+        check_whole("max_shared", most, least=0)
         self._chunk, self._most = chunk, most
         self._kept: list[Kept] = []
         # Both as arrays of tokens.
@@ -62,7 +66,7 @@ class Prefixes:
     def __len__(self):
         return len(self._kept)
 
-    def see(self, prompt: Sequence[int]) -> None:
+    def see(self, prompt: Prompt) -> None:
         """Remembers a prompt; what it shares with earlier ones is worth a row."""
         if not self._most:
             return
@@ -74,17 +78,23 @@ class Prefixes:
             self._wanted.append(new[: shared + 1])
         self._seen.append(new)
 
-    def find(self, prompt: Sequence[int]) -> Kept | None:
+    def find(self, prompt: Prompt) -> Kept | None:
         """The kept row that has read most of a prompt."""
+        if not self._kept:
+            return None
         tokens = _array(prompt)
         fits = [kept for kept in self._kept if kept.begins(tokens)]
         return max(fits, key=lambda kept: kept.num_read, default=None)
+
+    def clear(self) -> None:
+        """Forgets all rows."""
+        self._kept = []
 
     def use(self, kept: Kept) -> None:
         """Marks a row as used last."""
         self._kept = [*(k for k in self._kept if k is not kept), kept]
 
-    def is_wanted(self, prompt: Sequence[int], num_read: int) -> bool:
+    def is_wanted(self, prompt: Prompt, num_read: int) -> bool:
         """Whether the row of a prompt is worth keeping where it stands."""
         known = _array(prompt[: num_read + 1])
         if len(known) <= num_read or not any(
@@ -94,7 +104,7 @@ class Prefixes:
         found = self.find(prompt[: num_read + 1])
         return found is None or found.num_read < num_read
 
-    def keep(self, prompt: Sequence[int], num_read: int, row: Any) -> None:
+    def keep(self, prompt: Prompt, num_read: int, row: Any) -> None:
         """Keeps a row, and no more than there is room for."""
         self._kept.append(Kept(_array(prompt[: num_read + 1]), row))
         self._kept = self._kept[-self._most :]
@@ -107,5 +117,6 @@ class Prefixes:
         return max(known - 1, 0) // self._chunk * self._chunk
 
 
-def _array(tokens: Sequence[int]) -> Int[np.ndarray, "n"]:
-    return np.array(tokens, np.int64)
+def _array(tokens: Prompt) -> Int[np.ndarray, "n"]:
+    """As it is, where it is one already."""
+    return np.asarray(tokens, np.int64)

@@ -269,12 +269,13 @@ class _Round:
         active = (*queue.running, *reading)
         excess = sum(other.num_reserved for other in (*kept, *active))
         excess += job.num_reserved - most
-        losers = [other for other in active if self.outranks(job, other)]
-        # Kept rows go first, since nobody runs in them; of each kind the last in rank.
+        losers = [other for other in queue.running if self.outranks(job, other)]
+        # Kept rows go first, since nobody runs in them, then the one that is read,
+        # which gives way in any case; of each kind the last in rank.
         kept.sort(key=self.rank, reverse=True)
         losers.sort(key=self.rank, reverse=True)
         given: list[Job] = []
-        for other in (*kept, *losers):
+        for other in (*kept, *reading, *losers):
             if excess > 0:
                 given.append(other)
                 excess -= other.num_reserved

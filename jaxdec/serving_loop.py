@@ -7,9 +7,16 @@ it said. The device is behind a small protocol, so the same loop runs on an acce
 A request's *client* takes its tokens, may end it (at a stop string, say), and is then
 notified, when all is in order again. A notification is the caller's code: it may submit
 and cancel, and if it raises, only its own request ends. Its neighbours notice nothing.
+
+A round on the device is done whole, or not at all: if something is raised in the middle
+of it (memory that runs out, Control-C), nobody knows what the rows hold, so all
+requests end as cancelled, with what they said before, and the loop begins anew.
 """
 
+import collections
+import contextlib
 import dataclasses
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,7 +24,7 @@ import numpy as np
 
 from jaxdec.batching import Emitted
 from jaxdec.latency import Burst, Record
-from jaxdec.policies import Job, Limits, Policy, check_fits
+from jaxdec.policies import Job, Limits, Policy, check_fits, check_ranked
 from jaxdec.prefixes import Prefixes
 from jaxdec.scheduling import Plan, Queue, schedule
 from jaxdec.types import FinishReason
@@ -75,22 +82,27 @@ class Device(Protocol):
         """One round of the slots that are not free, with at most so many drafts."""
         ...
 
+    def reset(self) -> None:
+        """All slots free, whatever happened to them."""
+        ...
+
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Served:
     """A request on its way through a loop."""
 
     request: Any
-    """What the device takes."""
+    """What the device takes; None when it is done."""
     client: Client
     record: Record
-    prompt: Sequence[int] = ()
+    prompt: Any = ()
+    """Its tokens, as an array; none when it is done."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     """What it said so far."""
     row: Any = None
     """While it has one beside the slots."""
-    error: Exception | None = None
-    """What its client raised when notified."""
+    error: BaseException | None = None
+    """What its client raised when notified, or what ended a round in the middle."""
 
 
 class ServingLoop:
@@ -122,6 +134,7 @@ class ServingLoop:
         self.queue = Queue(slots=(None,) * limits.num_slots)
         self.prefixes = Prefixes(limits.chunk, max_shared)
         self._served: dict[int, Served] = {}
+        self._spoke: collections.deque[Served] = collections.deque()
 
     @property
     def is_busy(self) -> bool:
@@ -132,6 +145,10 @@ class ServingLoop:
     def num_open(self) -> int:
         """Requests that are not done."""
         return len(self._served)
+
+    def serves(self, served: Served) -> bool:
+        """Whether a request is one of those that are not done."""
+        return self._served.get(served.record.id) is served
 
     def submit(
         self,
@@ -165,6 +182,8 @@ class ServingLoop:
         check_fits(self.limits, prompt_length, max_new_tokens)
         if arrival_s is None:
             arrival_s = self.clock()
+        check_ranked(priority=priority, deadline_s=deadline_s, arrival_s=arrival_s)
+        prompt = np.asarray(prompt, np.int64)
         job = Job(
             id=job_id,
             arrival_s=arrival_s,
@@ -199,36 +218,74 @@ class ServingLoop:
     def prepare(self) -> bool:
         """Reads, moves and gives up rows as scheduled; whether there was anything."""
         now = self.clock()
-        self.queue, plan = schedule(self.policy, self.limits, self.queue, now)
-        self._carry_out(plan, now)
+        queue, plan = schedule(self.policy, self.limits, self.queue, now)
+        with self._whole():
+            self.queue = queue
+            self._carry_out(plan, now)
         return plan != Plan()
 
     def advance(self) -> bool:
         """A step of all running requests, and its delivery; whether any ran."""
+        self._tell()  # Whom an interrupt kept from hearing.
         running = [(slot, job.id) for slot, job in self._in_slots()]
         if not running:
             return False
         is_free = np.array([job is None for job in self.queue.slots])
-        limit = None if self.draft_limit is None else self.draft_limit(len(running))
-        emitted = self.device.step(is_free, limit)
-        now = self.clock()
+        limit = self._draft_limit(len(running))
         # All take before any is notified: no caller can make another miss a token.
-        spoke = []
-        for slot, job_id in running:
-            num = int(emitted.num_tokens[slot])
-            self.queue = self.queue.said(slot, num)
-            served = self._take(
-                job_id,
-                emitted.tokens[slot, :num].tolist(),
-                FinishReason(int(emitted.finish[slot])),
-                now,
-                int(emitted.num_drafted[slot]),
-                int(emitted.num_accepted[slot]),
-            )
-            spoke.append(served)
-        for served in spoke:
-            self._notify(served)
+        with self._whole():
+            emitted = self.device.step(is_free, limit)
+            now = self.clock()
+            for slot, job_id in running:
+                num = int(emitted.num_tokens[slot])
+                self.queue = self.queue.said(slot, num)
+                served = self._take(
+                    job_id,
+                    emitted.tokens[slot, :num].tolist(),
+                    FinishReason(int(emitted.finish[slot])),
+                    now,
+                    int(emitted.num_drafted[slot]),
+                    int(emitted.num_accepted[slot]),
+                )
+                self._spoke.append(served)
+        self._tell()
         return True
+
+    def _draft_limit(self, num_running: int) -> int | None:
+        """What the rule says of the next step.
+
+        Raises:
+            ValueError: it says no number of draft tokens.
+        """
+        limit = None if self.draft_limit is None else self.draft_limit(num_running)
+        if limit is None or (isinstance(limit, numbers.Integral) and limit >= 0):
+            return limit
+        raise ValueError(
+            f"the rule of draft lengths said {limit!r} for {num_running} running "
+            "requests; it must give a whole number of at least 0, or None for no limit"
+        )
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What is done whole, or else ends all requests and begins anew."""
+        try:
+            yield
+        except BaseException as error:
+            now, cancelled = self.clock(), FinishReason.CANCELLED
+            ended = [self._take(i, [], cancelled, now) for i in list(self._served)]
+            self._spoke.extend(ended)
+            self.queue = Queue(slots=(None,) * self.limits.num_slots)
+            self.prefixes.clear()
+            self.device.reset()
+            self._tell()
+            for served in ended:
+                served.error = served.error or error
+            raise
+
+    def _tell(self) -> None:
+        """Notifies all that took something."""
+        while self._spoke:
+            self._notify(self._spoke.popleft())
 
     def _in_slots(self) -> Iterator[tuple[int, Job]]:
         for slot, job in enumerate(self.queue.slots):
@@ -295,12 +352,14 @@ class ServingLoop:
             burst = Burst(now, kept, num_drafted, min(num_accepted, kept))
             served.record.bursts.append(burst)
         if finish != FinishReason.NONE:
-            # Its slot, its row and its place in the queue are free again.
-            del self._served[job_id]
-            self.queue = self.queue.remove(job_id)
-            served.row = None
             served.record.finish = finish
             served.record.finished_s = now
+            # Its slot, its row and its place in the queue are free again; a caller who
+            # keeps its record keeps no arrays.
+            del self._served[job_id]
+            self.queue = self.queue.remove(job_id)
+            served.row = served.request = None
+            served.prompt = ()
         return served
 
     def _notify(self, served: Served) -> None:

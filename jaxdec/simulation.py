@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from jaxdec.batching import Emitted
 from jaxdec.counts import Number
 from jaxdec.latency import Record
-from jaxdec.policies import Limits, Policy
+from jaxdec.policies import Limits, Policy, check_ranked, check_whole
 from jaxdec.scheduling import CostTable
 from jaxdec.serving_loop import Served, ServingLoop
 from jaxdec.speculation import Acceptance
@@ -44,6 +44,11 @@ class Arrival:
     """Tokens that it really says."""
     priority: int = 0
     deadline_s: float = float("inf")
+
+    def __post_init__(self):
+        check_ranked(arrival_s=self.arrival_s)
+        check_whole("prompt_length", self.prompt_length)
+        check_whole("output_length", self.output_length, least=0)
 
 
 def poisson_times(rate: Number, num: int, seed: int) -> Float[np.ndarray, "num"]:
@@ -156,7 +161,7 @@ def simulate(
         for _ in range(num_replicas)
     ]
     order = sorted(range(len(arrivals)), key=lambda i: arrivals[i].arrival_s)
-    served: dict[int, Served] = {}
+    records: dict[int, Record] = {}
     busy: list[tuple[float, int]] = []  # A heap: who is behind in time goes on first.
 
     def run_until(time_s: float) -> None:
@@ -176,10 +181,10 @@ def simulate(
         if route == "least_loaded":
             which = min(range(num_replicas), key=lambda i: replicas[i].loop.num_open)
         replica = replicas[which]
-        if not replica.loop.is_busy:
+        was_busy = replica.loop.is_busy
+        if not was_busy:
             replica.device.now_s = max(replica.device.now_s, arrival.arrival_s)
-            heapq.heappush(busy, (replica.device.now_s, which))
-        served[index] = replica.loop.submit(
+        served = replica.loop.submit(
             SimulatedRow(arrival, acceptance, np.random.default_rng((seed, index))),
             job_id=index,
             prompt_length=arrival.prompt_length,
@@ -189,9 +194,12 @@ def simulate(
             priority=arrival.priority,
             deadline_s=arrival.deadline_s,
         )
+        records[index] = served.record
+        if replica.loop.is_busy and not was_busy:
+            heapq.heappush(busy, (replica.device.now_s, which))
         progress(number, len(order), f"{arrival.arrival_s:.1f} s of the load")
     run_until(math.inf)
-    return [served[index].record for index in range(len(arrivals))]
+    return [records[index] for index in range(len(arrivals))]
 
 
 class SimulatedRow:
@@ -255,6 +263,10 @@ class SimulatedDevice:
         row = self.slots[slot]
         assert row is not None
         return row
+
+    def reset(self) -> None:
+        """Takes no time."""
+        self.slots = [None] * len(self.slots)
 
     def step(self, is_free: np.ndarray, draft_limit: int | None = None) -> Emitted:
         """Takes the time of a step as wide as its longest draft."""

@@ -100,9 +100,21 @@ def best_lengths(costs: CostTable, acceptance: Acceptance) -> tuple[int, ...]:
 
 
 def scheduled(costs: CostTable, acceptance: Acceptance) -> Callable[[int], int]:
-    """`best_lengths` as the rule of a server: how many run to a draft length."""
+    """`best_lengths` as the rule of a server: how many run to a draft length.
+
+    The rule raises ValueError for more than the costs were measured with.
+    """
     lengths = best_lengths(costs, acceptance)
-    return lambda num_running: lengths[num_running - 1]
+
+    def rule(num_running: int) -> int:
+        if num_running > len(lengths):
+            raise ValueError(
+                f"{num_running} requests run, but costs were measured with up to "
+                f"{len(lengths)}; measure the group of slots that the rule is for"
+            )
+        return lengths[num_running - 1]
+
+    return rule
 
 
 def steps_per_second(

@@ -36,9 +36,14 @@ class Ticket:
 
     @property
     def record(self) -> Record:
-        """When things happened, on the clock of `time.perf_counter`."""
+        """When things happened, on the clock of the server."""
+        return self.served.record
+
+    @property
+    def served(self) -> Served:
+        """See `serving_loop.Served`."""
         assert self._served is not None
-        return self._served.record
+        return self._served
 
     @property
     def is_done(self) -> bool:
@@ -48,8 +53,7 @@ class Ticket:
     @property
     def tokens(self) -> tuple[int, ...]:
         """What it said so far."""
-        assert self._served is not None
-        return tuple(self._served.tokens)
+        return tuple(self.served.tokens)
 
     @property
     def text(self) -> str:
@@ -62,10 +66,12 @@ class Ticket:
         return self.record.finish.label if self.is_done else None
 
     @property
-    def error(self) -> Exception | None:
-        """What its callback raised; the request was cancelled for it."""
-        assert self._served is not None
-        return self._served.error
+    def error(self) -> BaseException | None:
+        """What its callback raised, or what ended a round in the middle.
+
+        The request was cancelled for it.
+        """
+        return self.served.error
 
     @property
     def generated(self) -> Generated:

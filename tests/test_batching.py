@@ -4,6 +4,7 @@ The reference is plain decoding of each request alone, a batch of one.
 """
 
 import functools
+import gc
 import itertools
 
 import jax
@@ -110,7 +111,15 @@ def spoil(state, is_free):
 class Bench:
     """A loop on the slots of a method, its free slots spoiled before every round."""
 
-    def __init__(self, name, num_slots, policy="first_come", mode="none"):
+    def __init__(
+        self,
+        name,
+        num_slots,
+        policy="first_come",
+        mode="none",
+        kv_tokens=None,
+        max_shared=0,
+    ):
         self.built = toy.method(name)
         example = toy.make_request([[1]], buffer=BUFFER)
         self.device = SlotDevice(functions(name, num_slots), self.built.params, example)
@@ -118,6 +127,7 @@ class Bench:
             num_slots=num_slots,
             row_tokens=toy.CAPACITY - self.built.strategy.headroom,
             chunk=toy.CHUNK,
+            kv_tokens=kv_tokens,
             preemption=mode,
             max_kept=2,
         )
@@ -127,6 +137,7 @@ class Bench:
             policies.POLICIES[policy],
             limits,
             clock=ticks.__next__,
+            max_shared=max_shared,
         )
         self.ids = itertools.count()
 
@@ -383,6 +394,176 @@ def test_an_interrupt_takes_nothing_from_anybody():
     bench.assert_empty()
     for caller, case in zip(callers, cases, strict=True):
         assert caller.tokens == toy.plain(prompt_of(*case)[0])[0]
+
+
+def test_an_interrupt_keeps_nobody_from_hearing():
+    """Neither of the last words of others, who end in the very same round."""
+    bench = Bench("corrupted", 3)
+
+    def interrupts(caller):
+        if caller.finish != FinishReason.NONE:
+            raise KeyboardInterrupt
+
+    first, *others = [
+        # They begin in one round after the other, and say a token in each.
+        bench.submit(
+            toy.make_request([[5]], max_new=max_new, max_draft=0, buffer=BUFFER),
+            1,
+            max_new,
+            on_notify=on_notify,
+        )
+        for max_new, on_notify in ((12, interrupts), (11, None), (30, None))
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        bench.run()
+    assert others[0].finish == first.finish == FinishReason.LENGTH
+    assert not others[1].finish
+    bench.run()
+    for caller in others:
+        assert caller.num_notified == len(caller.served.record.bursts)
+
+
+class Failing:
+    """A device on which one piece of work fails, once, when it is all but done."""
+
+    def __init__(self, device, work, after):
+        self.device, self.work, self.left = device, work, after
+
+    def __getattr__(self, name):
+        found = getattr(self.device, name)
+        if name != self.work:
+            return found
+
+        def fails(*args):
+            result = found(*args)
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+            return result
+
+        return fails
+
+
+@pytest.mark.parametrize("work", ["begin", "read", "insert", "step", "extract"])
+def test_a_round_that_fails_on_the_device_ends_its_requests_and_no_others(work):
+    """What was said is true, nothing is held, and the loop goes on as if it were new.
+
+    Nobody goes on with a token missing, or is waited for without an end.
+    """
+    bench = Bench("corrupted", 3, "priority", "keep", max_shared=2)
+    bench.loop.device = Failing(bench.device, work, 2)
+    cases = [(3, 24, 0), (30, 24, 1), (5, 24, 2), (40, 8, 3), (9, 8, 4), (9, 8, 5)]
+    made = [prompt_of(*case) for case in cases]
+    callers = [
+        bench.submit(*one, priority=i, prompt=list(range(one[1])))
+        for i, one in enumerate(made[:3])
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(6):
+            bench.round()
+        callers += [bench.submit(*one, priority=9) for one in made[3:]]
+        bench.run()
+    bench.assert_empty()
+    assert len(bench.loop.prefixes) == 0
+    expected = [toy.plain(one[0])[0] for one in made]
+    ended = [caller for caller in callers if caller.finish == CANCELLED]
+    assert ended
+    for caller, tokens in zip(callers, expected, strict=False):
+        assert caller.tokens == tokens[: len(caller.tokens)]
+        assert caller.num_notified
+        is_cancelled = caller.finish == CANCELLED
+        assert isinstance(caller.served.error, KeyboardInterrupt) == is_cancelled
+        assert is_cancelled or caller.tokens == tokens
+    again = [bench.submit(*one) for one in made]
+    bench.run()
+    assert [caller.tokens for caller in again] == expected
+
+
+def test_who_is_done_holds_no_arrays():
+    """Callers may keep thousands of records; only what they said is in them."""
+    bench = Bench("corrupted", 3, max_shared=1)
+    cases = [prompt_of(9, 3, seed % 3) for seed in range(12)]
+
+    def serve(count):
+        return [
+            bench.submit(*cases[i], prompt=list(range(9)), on_notify=None)
+            for i in range(count)
+        ]
+
+    first = serve(12)
+    bench.run()
+    gc.collect()
+    before = len(jax.live_arrays())
+    callers = serve(12)
+    bench.cancel(callers[-1])
+    bench.run()
+    gc.collect()
+    assert len(jax.live_arrays()) == before
+    done = [caller.served for caller in (*first, *callers)]
+    assert [s.request for s in done] == [s.row for s in done] == [None] * 24
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "mode", "kv_tokens"),
+    [
+        ("corrupted", "priority", "recompute", 130),
+        ("draft_rejection", "shortest_remaining", "recompute", None),
+        ("draft_rejection", "deadline", "keep", 130),
+    ],
+)
+def test_shared_beginnings_under_preemption_and_cancels(name, policy, mode, kv_tokens):
+    """Whatever is kept, evicted and begun again: tokens, and accepted drafts, as alone.
+
+    With one row to keep and three beginnings, so rows come and go while jobs wait for
+    them; prompts part in chunks, at their ends, and nowhere. Rejection draws on what
+    the drafter remembers, so that must be right too.
+    """
+    rng = np.random.default_rng(len(policy))
+    bases = rng.integers(0, toy.VOCAB, (3, 40))
+    built = toy.method(name if "rejection" in name else "plain")
+    bench = Bench(name, 3, policy, mode, kv_tokens, max_shared=1)
+    loop, begun = bench.loop, []
+    begin = bench.device.begin
+
+    def counted(request, said, kept=None):
+        begun.append(kept is not None)
+        return begin(request, said, kept)
+
+    bench.device.begin = counted
+    callers = []
+    while len(callers) < 50 or loop.is_busy:
+        for _ in range(rng.poisson(0.5) if len(callers) < 50 else 0):
+            cut = int(rng.choice([1, 8, 9, 17, 24, 25, 33]))
+            end = rng.integers(0, toy.VOCAB, rng.choice([0, 0, 1]))
+            prompt = [*bases[rng.integers(3)][:cut].tolist(), *end.tolist()]
+            max_new = int(rng.integers(1, 24))
+            made = toy.make_request(
+                [prompt],
+                max_new=max_new,
+                seeds=[int(rng.integers(99))],
+                buffer=BUFFER,
+                temperature=float(rng.choice([0.0, 1.0])),
+            )
+            caller = bench.submit(
+                made,
+                len(prompt),
+                max_new,
+                prompt=prompt,
+                priority=int(rng.integers(5)),
+                deadline_s=float(rng.integers(-50, 300)),
+            )
+            state, _, _ = toy.run(built, made)
+            callers.append((caller, toy.tokens_of(state)[0]))
+        if callers and rng.random() < 0.06:
+            bench.cancel(callers[int(rng.integers(len(callers)))][0])
+        bench.round()
+        assert len(loop.prefixes) <= 1
+    bench.assert_empty()
+    assert 5 < sum(begun) < len(begun)
+    assert any(caller.served.record.interruptions_s for caller, _ in callers)
+    for caller, tokens in callers:
+        is_done = caller.finish != CANCELLED
+        assert caller.tokens == (tokens if is_done else tokens[: len(caller.tokens)])
 
 
 def test_what_cannot_run_is_refused_and_what_asks_for_nothing_is_done():

@@ -121,21 +121,32 @@ def serve(lm, strategy, order, **options):
         for i in order
     }
     server.run()
-    return [tickets[i].generated for i in sorted(tickets)], counted.num_chunks
+    judged = [
+        [(burst.num_drafted, burst.num_accepted) for burst in tickets[i].record.bursts]
+        for i in sorted(tickets)
+    ]
+    found = [tickets[i].generated for i in sorted(tickets)]
+    return found, judged, counted.num_chunks
 
 
 @pytest.mark.parametrize("strategy", ["sample", "lookup", "self_draft"])
 def test_shared_beginnings_are_read_once_and_nothing_else_changes(lm, strategy):
-    """The drafter's memory too: self_draft has a cache of its own."""
+    """The drafter's memory too: self_draft has a cache of its own.
+
+    What it forgot would change no token, so its drafts are looked at: all are those
+    that it would have made alone.
+    """
     strategy = jaxdec.self_draft(1, length=2) if strategy == "self_draft" else strategy
-    alone, without = serve(lm, strategy, range(5), max_shared=0)
+    alone, judged, without = serve(lm, strategy, range(5), max_shared=0)
     chunks = [-(-(len(prompt) - 1) // 16) for prompt in PROMPTS]
     assert without == sum(chunks)
     for order in (range(5), reversed(range(5))):
-        shared, num = serve(lm, strategy, order)
-        assert shared == alone
+        shared, drafts, num = serve(lm, strategy, order)
+        assert shared == alone and drafts == judged
         # Four of five begin behind the 48 tokens that one has read.
         assert num == without - 4 * 3
+    if strategy not in ("sample", "lookup"):
+        assert any(accepted for one in judged for _, accepted in one)
     tokens = [found.tokens for found in alone]
     plain = jaxdec.generate(
         lm, PROMPTS, strategy="sample", max_new_tokens=20, temperature=0.7,
@@ -164,6 +175,18 @@ def test_who_gives_way_begins_again_where_a_row_was_kept_meanwhile(lm):
         assert len(group.loop.prefixes) == bool(max_shared)
         found.append([ticket.generated for ticket in (first, *others)])
     assert found[0] == found[1]
+
+
+def test_nobody_waits_for_a_short_slot_while_a_long_one_is_free(lm):
+    """A crowd of short requests uses all slots, by how many each group has."""
+    server = jaxdec.Server(
+        lm, "sample", num_slots=[3, 1], max_length=[100, 40], prefill_chunk=16
+    )
+    long, short = server._groups
+    for _ in range(20):
+        server.submit("abc", max_new_tokens=2)
+    assert (long.loop.num_open, short.loop.num_open) == (15, 5)
+    server.run()
 
 
 def test_short_requests_go_to_short_slots(lm):

@@ -129,6 +129,48 @@ def test_the_kv_budget_is_waited_for_and_never_passed_over():
     assert plan.insert == (1, 0)
 
 
+def test_for_memory_the_one_that_is_read_gives_way_first():
+    """It gives way to the better one in any case; nobody who runs is moved for it."""
+    limits = dataclasses.replace(
+        LIMITS, num_slots=2, kv_tokens=100, preemption="recompute"
+    )
+    policy = policies.POLICIES["priority"]
+    queue = Queue(
+        waiting=(job(3, new=30, priority=9),),
+        reading=job(2, prompt=30, new=9, priority=5, has_row=True),
+        slots=(job(0, new=29, has_row=True), job(1, new=29, has_row=True)),
+    )
+    after, plan = schedule(policy, limits, queue, 9.0)
+    # One is dropped for the memory, and one for the slot when the prompt is read.
+    assert plan.drop == (2, 1) and plan.insert == (3, 1)
+    assert after.slots[0] == queue.slots[0]
+    queue = dataclasses.replace(queue, waiting=(job(3, prompt=30, new=5, priority=9),))
+    after, plan = schedule(policy, limits, queue, 9.0)
+    assert plan.drop == (2,) and after.running == queue.running
+
+
+def test_what_is_shared_counts_as_read_for_the_shortest():
+    """Before it has a row as after: 64 tokens that are kept need not be read again."""
+    jobs = [job(0, prompt=81, new=3, num_shared=64), job(1, prompt=33, new=3)]
+    assert begun("shortest_remaining", jobs) == [0, 1]
+    jobs = [dataclasses.replace(j, num_shared=0) for j in jobs]
+    assert begun("shortest_remaining", jobs) == [1, 0]
+
+
+def test_requests_of_the_simulated_clock_may_say_nothing_but_not_ask_nothing():
+    arrivals = [
+        Arrival(arrival_s=0.5 * i, prompt_length=20, output_length=n)
+        for i, n in enumerate((0, 2, 0, 0, 1))
+    ]
+    records = simulate(arrivals, policies.POLICIES["first_come"], LIMITS, COSTS)
+    assert [r.num_tokens for r in records] == [0, 2, 0, 0, 1]
+    assert records[0].finished_s == 0 and records[1].bursts[0].time_s == 0.5 + 4.5
+    with pytest.raises(ValueError, match="prompt_length is 0; give at least 1"):
+        Arrival(arrival_s=0.0, prompt_length=0, output_length=1)
+    with pytest.raises(ValueError, match="arrival_s is nan, and requests are put in"):
+        Arrival(arrival_s=float("nan"), prompt_length=1, output_length=1)
+
+
 def test_a_request_that_cannot_fit_is_refused():
     policies.check_fits(LIMITS, 500, 100)
     with pytest.raises(ValueError, match=r"601 tokens .*a slot holds 600; shorten"):

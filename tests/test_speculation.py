@@ -56,6 +56,8 @@ def test_the_rule_is_the_best_of_all_lengths_and_goes_off_above_the_break_even()
             ) >= speculation.tokens_per_second(COSTS, ACCEPTANCE, n, other)
     rule = speculation.scheduled(COSTS, ACCEPTANCE)
     assert [rule(n) for n in range(1, NUM_SLOTS + 1)] == list(lengths)
+    with pytest.raises(ValueError, match="17 requests run, but costs were .* up to 16"):
+        rule(17)
     # Drafts that are always refused, or never there, are not worth a step's time.
     for useless in (Acceptance(conditional=(0.0,) * K), Acceptance(draft_rate=0.5)):
         assert set(speculation.best_lengths(COSTS, useless)) == {0}
@@ -250,6 +252,9 @@ class FakeDevice:
     def extract(self, slot):
         self.work("extract", 0.125)
         return 3
+
+    def reset(self):
+        raise AssertionError("nothing fails while costs are measured")
 
     def step(self, is_free, draft_limit=None):
         running = np.flatnonzero(~is_free)
