@@ -16,6 +16,7 @@ Nothing runs by itself: `Server.step` makes a round, and `run`, `stream` and `re
 call it. A server belongs to one thread.
 """
 
+import numbers
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -25,11 +26,12 @@ from jaxdec.cache import round_capacity
 from jaxdec.call import Call, check
 from jaxdec.decoding import PREFILL_CHUNK
 from jaxdec.lm import LM
-from jaxdec.policies import Limits, Policy, find_policy
+from jaxdec.policies import Limits, Policy, check_whole, find_policy
 from jaxdec.program import ProgramKey
 from jaxdec.rounding import COMMON
 from jaxdec.scheduling import CostTable
-from jaxdec.slot_group import SlotGroup
+from jaxdec.serving_loop import ServingLoop
+from jaxdec.slot_group import SlotGroup, SlotGroups, for_each_group
 from jaxdec.strategies import resolve
 from jaxdec.text import Generated, Piece
 from jaxdec.ticket import Ticket
@@ -65,8 +67,8 @@ class Server:
             num_slots: requests that run at once; of every group, or of each.
             max_length: most tokens, prompt and output, of a request; of every group, or
                 of each. Where one strategy has groups of several lengths, a request
-                goes to the shortest that it fits and where a slot is free: so short
-                ones do not pay for long ones, in memory or in time.
+                goes to the shortest that it fits, unless fewer wait for longer ones: so
+                short ones do not pay for long ones, in memory or in time.
             policy: a name of `jaxdec.policies.POLICIES`, or a policy.
             preemption: whether a running request gives way to one that goes before it,
                 and how: "none", "recompute" or "keep".
@@ -75,8 +77,9 @@ class Server:
             max_shared: rows kept beside the slots of a group for what prompts begin
                 with that others began with too (a system prompt): it is read once, by
                 the target and the drafter, and then copied.
-            kv_tokens: most tokens that the requests of a group may come to hold, those
-                of waiting ones apart; None is what the slots hold.
+            kv_tokens: most tokens, prompt and output, that the requests of a group with
+                a row may come to hold, those that gave way and keep it too; rows of
+                shared beginnings are apart. None is what there are rows for.
             prefill_chunk: prompt tokens that are read between two steps.
             num_stop_tokens: most stop tokens of a request.
             num_biases: most logit biases and bans of a request.
@@ -91,9 +94,16 @@ class Server:
                 "a server runs on one device, but this model is on a mesh; load it "
                 "without mesh, or decode with jaxdec.generate"
             )
-        shapes = _for_each_group(
+        shapes = for_each_group(
             strategy=strategy, num_slots=num_slots, max_length=max_length
         )
+        for _, num, length in shapes:
+            check_whole("num_slots", num)
+            check_whole("max_length", length)
+        check_whole("prefill_chunk", prefill_chunk)
+        check_whole("max_shared", max_shared, least=0)
+        check_whole("num_stop_tokens", num_stop_tokens, least=0)
+        check_whole("num_biases", num_biases)
         longest = max(length for _, _, length in shapes)
         if longest > lm.config.max_positions:
             raise ValueError(
@@ -103,8 +113,16 @@ class Server:
         self.lm = lm
         self._num_bias_slots = num_biases
         self._num_stop_slots = num_stop_tokens
-        self._groups: list[SlotGroup] = []
+        shapes = [(resolve(config, None, lm), *rest) for config, *rest in shapes]
+        policy = find_policy(policy)
+        wanted: dict[tuple, tuple[ProgramKey, Limits]] = {}
         for config, num, row_tokens in shapes:
+            if (config, row_tokens) in wanted:
+                raise ValueError(
+                    f"there are two groups of {config.name!r} with slots of "
+                    f"{row_tokens} tokens; give one of them more slots, or another "
+                    "max_length"
+                )
             limits = Limits(
                 num_slots=num,
                 row_tokens=row_tokens,
@@ -113,7 +131,6 @@ class Server:
                 preemption=preemption,
                 max_kept=num if max_kept is None else max_kept,
             )
-            config = resolve(config, None, lm)
             headroom = max(prefill_chunk, config.length + 1 + COMMON)
             key = ProgramKey(
                 config=config,
@@ -125,17 +142,11 @@ class Server:
                 processor=processor,
                 prefill_chunk=prefill_chunk,
             )
-            if any(
-                (config, row_tokens) == (g.key.config, g.loop.limits.row_tokens)
-                for g in self._groups
-            ):
-                raise ValueError(
-                    f"there are two groups of {config.name!r} with slots of "
-                    f"{row_tokens} tokens; give one of them more slots, or another "
-                    "max_length"
-                )
-            group = SlotGroup(lm, key, find_policy(policy), limits, clock, max_shared)
-            self._groups.append(group)
+            wanted[config, row_tokens] = key, limits
+        self._groups = SlotGroups(
+            SlotGroup(lm, key, policy, limits, clock, max_shared)
+            for key, limits in wanted.values()
+        )
         self._turn = 0
         self._num_submitted = 0
         self._is_stepping = False
@@ -183,7 +194,7 @@ class Server:
         Raises:
             ValueError: bad input, or a request that could never fit.
         """
-        group = self._group_of(strategy)
+        group = self._groups.of(strategy)[0]
         fixed = sorted(set(sampling) & _OF_SERVER)
         if fixed:
             raise ValueError(
@@ -192,11 +203,16 @@ class Server:
             )
         most = group.key.config.length
         length = most if draft_length is None else draft_length
-        is_whole = isinstance(length, int) and not isinstance(length, bool)
+        is_whole = isinstance(length, numbers.Integral) and not isinstance(length, bool)
         if not is_whole or not 0 <= length <= most:
             raise ValueError(
                 f"draft_length must be 0 to {most} for {group.key.config.name!r}, got "
                 f"{draft_length!r}; make the server with a longer strategy"
+            )
+        if on_piece is not None and not callable(on_piece):
+            raise ValueError(
+                f"on_piece is called with every piece, so it must be a function, got "
+                f"{on_piece!r}; leave it out, and read Ticket.pieces"
             )
         call = check(
             self.lm,
@@ -214,7 +230,9 @@ class Server:
             **sampling,
         )
         self._check_room(call)
-        group = self._group_for(strategy, call)
+        group = self._groups.where(
+            strategy, len(call.prompts[0]) + call.max_new_tokens[0]
+        )
         ticket = Ticket(self.lm, call, on_piece)
         group.loop.submit(
             group.request(call, length),
@@ -231,8 +249,13 @@ class Server:
         return ticket
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Ends a request at any time; whether there was anything to end."""
-        return any(group.loop.cancel(ticket.id) for group in self._groups)
+        """Ends a request at any time; whether there was anything to end.
+
+        Raises:
+            ValueError: it is another server's.
+        """
+        loop = self._loop_of(ticket)
+        return loop is not None and loop.cancel(ticket.id)
 
     def step(self) -> bool:
         """One round: at most one prefill chunk, then a step of every group.
@@ -259,7 +282,12 @@ class Server:
             pass
 
     def result(self, ticket: Ticket) -> Generated:
-        """Steps until a request is done; what it said."""
+        """Steps until a request is done; what it said.
+
+        Raises:
+            ValueError: it is another server's.
+        """
+        self._loop_of(ticket)
         while not ticket.is_done:
             self.step()
         return ticket.generated
@@ -267,8 +295,15 @@ class Server:
     def stream(self, ticket: Ticket) -> Generator[Piece, None, None]:
         """Yields the pieces of a request, and steps where there are none yet.
 
-        Closing it cancels the request.
+        Closing it, once it has begun, cancels the request.
+
+        Raises:
+            ValueError: it is another server's.
         """
+        self._loop_of(ticket)
+        return self._stream(ticket)
+
+    def _stream(self, ticket: Ticket) -> Generator[Piece, None, None]:
         try:
             while True:
                 while ticket.pieces:
@@ -280,22 +315,37 @@ class Server:
             self.cancel(ticket)
 
     def limit_drafts(
-        self, rule: Callable[[int], int] | None, strategy: Any = None
+        self,
+        rule: Callable[[int], int | None] | None,
+        strategy: Any = None,
+        *,
+        max_length: int | None = None,
     ) -> None:
         """Lets the load decide how long drafts are; no token changes, only the speed.
 
         Args:
-            rule: how many requests run to the most draft tokens of each, such as
-                `jaxdec.speculation.scheduled`; None is no limit.
-            strategy: which group of slots; None is the first.
+            rule: how many requests of a group run to the most draft tokens of each,
+                such as `jaxdec.speculation.scheduled`; None is no limit.
+            strategy: whose groups of slots; None is that of the first.
+            max_length: of which group, where there are several; None is all of them.
+
+        Raises:
+            ValueError: no such group, or no such rule.
         """
-        self._group_of(strategy).loop.draft_limit = rule
+        if rule is not None and not callable(rule):
+            raise ValueError(
+                "a rule of draft lengths is asked in every step, so it must be a "
+                f"function, got {rule!r}; for example lambda num_running: 2"
+            )
+        for group in self._groups.of(strategy, max_length):
+            group.loop.draft_limit = rule
 
     def measure_costs(
         self,
         context: int | None = None,
         *,
         strategy: Any = None,
+        max_length: int | None = None,
         repeats: int = serving_costs.REPEATS,
         progress: Callable[[int, int, str], None] = lambda *_: None,
     ) -> CostTable:
@@ -303,19 +353,24 @@ class Server:
 
         Args:
             context: tokens that a request has read; None is half of what a slot holds.
-            strategy: which group of slots; None is the first.
+            strategy: whose group of slots; None is that of the first.
+            max_length: of which group, where there are several; None is the shortest.
             repeats: samples, of which the median counts.
             progress: called with what is done, all, and words.
 
         Raises:
             RuntimeError: some request is not done.
+            ValueError: no such group, or nothing to measure.
         """
+        check_whole("repeats", repeats)
+        if context is not None:
+            check_whole("context", context)
         if any(group.loop.is_busy for group in self._groups):
             raise RuntimeError(
                 "costs are measured on a server without requests, and some of this one "
                 "are not done; run() it first, or cancel them"
             )
-        group = self._group_of(strategy)
+        group = self._groups.of(strategy, max_length)[0]
         return group.measure_costs(self.lm, context, repeats, progress)
 
     @property
@@ -333,36 +388,21 @@ class Server:
                 return True
         return False
 
-    def _group_of(self, strategy: Any) -> SlotGroup:
-        return self._groups_of(strategy)[0]
+    def _loop_of(self, ticket: Ticket) -> ServingLoop | None:
+        """Where a request is; None if it is done.
 
-    def _groups_of(self, strategy: Any) -> list[SlotGroup]:
-        """The groups of a strategy, shortest slots first."""
-        if strategy is None:
-            strategy = self._groups[0].key.config
-        found = [
-            group
-            for group in self._groups
-            if strategy in (group.key.config, group.key.config.name)
-        ]
-        if not found:
-            names = dict.fromkeys(group.key.config.name for group in self._groups)
-            raise ValueError(
-                f"this server has no slots for strategy {strategy!r}; it has those of "
-                f"{', '.join(names)}"
-            )
-        return sorted(found, key=lambda group: group.loop.limits.row_tokens)
-
-    def _group_for(self, strategy: Any, call: Call) -> SlotGroup:
-        """Where a request goes: the shortest slots that it fits, or longer free ones.
-
-        One that fits nowhere goes to the longest, which refuse it.
+        Raises:
+            ValueError: it is another server's.
         """
-        need = len(call.prompts[0]) + call.max_new_tokens[0]
-        groups = self._groups_of(strategy)
-        fit = [g for g in groups if g.loop.limits.row_tokens >= need] or groups[-1:]
-        free = [g for g in fit if g.loop.num_open < g.loop.limits.num_slots]
-        return (free or fit)[0]
+        if ticket.is_done:
+            return None
+        for group in self._groups:
+            if group.loop.serves(ticket.served):
+                return group.loop
+        raise ValueError(
+            f"request {ticket.id} is not one of this server's; ask the server that "
+            "gave the ticket"
+        )
 
     def _check_room(self, call: Call) -> None:
         """Raises ValueError for more stop tokens or biases than there is room for."""
@@ -377,29 +417,6 @@ class Server:
                 f"the request has more than {self._num_bias_slots} biases and bans; "
                 "make the server with a larger num_biases"
             )
-
-
-def _for_each_group(**given: Any) -> list[tuple]:
-    """Values of every group, from one for each or one for all.
-
-    Raises:
-        ValueError: different numbers of them.
-    """
-    lists = {
-        name: list(value)
-        for name, value in given.items()
-        if isinstance(value, Sequence) and not isinstance(value, str)
-    }
-    num = max((len(values) for values in lists.values()), default=1)
-    wrong = [name for name, values in lists.items() if len(values) != num or not num]
-    if wrong:
-        told = ", ".join(f"{len(values)} of {name}" for name, values in lists.items())
-        raise ValueError(
-            f"the groups of slots do not fit together: {told}; give one for each "
-            "group, or one for all"
-        )
-    values = [lists.get(name, [value] * num) for name, value in given.items()]
-    return list(zip(*values, strict=True))
 
 
 _OF_SERVER = frozenset(

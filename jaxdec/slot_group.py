@@ -3,7 +3,8 @@
 A `jaxdec.Server` has one or several of these.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxdec import program, serving_costs
 from jaxdec.batching import SlotDevice
@@ -85,3 +86,76 @@ class SlotGroup:
             repeats=repeats,
             progress=progress,
         )
+
+
+class SlotGroups(list[SlotGroup]):
+    """All groups of a server."""
+
+    def of(self, strategy: Any, max_length: int | None = None) -> list[SlotGroup]:
+        """The groups of a strategy, shortest slots first.
+
+        A name is that of the first configuration that has it.
+        """
+        if strategy is None:
+            strategy = self[0].key.config
+        configs = [group.key.config for group in self]
+        config = next((c for c in configs if strategy in (c, c.name)), None)
+        if config is None:
+            raise ValueError(
+                f"this server has no slots for strategy {strategy!r}; it has those of "
+                f"{', '.join(dict.fromkeys(c.name for c in configs))}"
+            )
+        found = {
+            group.loop.limits.row_tokens: group
+            for group in self
+            if group.key.config == config
+        }
+        lengths = sorted(found)
+        if max_length is None:
+            return [found[length] for length in lengths]
+        if max_length not in found:
+            raise ValueError(
+                f"{config.name!r} has slots of {', '.join(map(str, lengths))} tokens, "
+                f"none of {max_length!r}; give one of those"
+            )
+        return [found[max_length]]
+
+    def where(self, strategy: Any, num_tokens: int) -> SlotGroup:
+        """Where a request of so many tokens goes: where fewest wait.
+
+        Of those that it fits; of equals the shortest. One that fits nowhere goes to the
+        longest, which refuse it.
+        """
+        groups = self.of(strategy)
+
+        def queue(group: SlotGroup) -> float:
+            num_slots = group.loop.limits.num_slots
+            return max(group.loop.num_open + 1 - num_slots, 0) / num_slots
+
+        fit = [g for g in groups if g.loop.limits.row_tokens >= num_tokens] or groups[
+            -1:
+        ]
+        return min(fit, key=queue)
+
+
+def for_each_group(**given: Any) -> list[tuple]:
+    """Values of every group, from one for each or one for all.
+
+    Raises:
+        ValueError: different numbers of them.
+    """
+    lists = {
+        name: list(value)
+        for name, value in given.items()
+        if isinstance(value, Sequence) and not isinstance(value, str)
+    }
+    num = max((len(values) for values in lists.values()), default=1)
+    wrong = [name for name, values in lists.items() if len(values) != num or not num]
+    if wrong:
+        told = ", ".join(f"{len(values)} of {name}" for name, values in lists.items())
+        raise ValueError(
+            f"the groups of slots do not fit together: {told}; give one for each "
+            "group, or one for all"
+        )
+    values = [lists.get(name, [value] * num) for name, value in given.items()]
+    return list(zip(*values, strict=True))

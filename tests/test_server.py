@@ -7,10 +7,12 @@ import pytest
 from helpers_tiny import write_model
 
 import jaxdec
+from jaxdec import policies
 from jaxdec.types import FinishReason
 
 PROMPTS = ["abcabcabcabc", "the cat and the cat and", "x", "one two three " * 4]
 LOOKUP = jaxdec.lookup(3)
+NAN, FEW = float("nan"), {"max_new_tokens": 2}
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +169,66 @@ def test_the_load_may_decide_how_long_drafts_are(server, plain):
         assert found == is_drafting
 
 
+@pytest.mark.parametrize(("limit", "told"), [(-1, "-1 for 1"), (1.5, "1.5 for 1")])
+def test_a_rule_that_says_no_length_harms_nobody(server, plain, limit, told):
+    ticket = server.submit(PROMPTS[1], max_new_tokens=24, temperature=0.8, seed=2)
+    server.limit_drafts(lambda num_running: limit if ticket.tokens else 2)
+    with pytest.raises(ValueError, match=f"said {told} running .* at least 0, or None"):
+        server.run()
+    server.limit_drafts(lambda num_running: 2**40)
+    assert server.result(ticket) == plain()[1]
+
+
+def test_a_ticket_is_of_one_server(lm, server, plain):
+    """Others have the same numbers, and no request of theirs is ended for it."""
+    other = jaxdec.Server(lm, "sample", num_slots=1, max_length=100, prefill_chunk=16)
+    theirs = other.submit(PROMPTS[0], max_new_tokens=9, temperature=0.0, seed=1)
+    ours = server.submit(PROMPTS[0], max_new_tokens=9, temperature=0.0, seed=1)
+    assert theirs.id == ours.id == 0
+    for use in (server.cancel, server.result, server.stream):
+        with pytest.raises(ValueError, match="request 0 is not one of this server's"):
+            use(theirs)
+    other.run()
+    assert not server.cancel(theirs) and server.result(theirs) == plain()[0]
+    assert server.result(ours) == plain()[0]
+
+
+def test_groups_of_a_strategy_are_told_apart(lm):
+    """Limits are of all lengths, costs of one; a name is its first configuration."""
+    made = dict(num_slots=[1, 1, 1], max_length=[100, 40, 40], prefill_chunk=16)
+    server = jaxdec.Server(lm, [LOOKUP, LOOKUP, jaxdec.lookup(2)], **made)
+    long, short, other = server._groups
+    server.limit_drafts(lambda num_running: 0, "lookup")
+    for prompt in ("abcabcabc", "abcabcabc" * 9):
+        ticket = server.submit(prompt, max_new_tokens=9, temperature=0.0)
+        server.run()
+        assert {burst.num_drafted for burst in ticket.record.bursts} == {0}
+    for length, group in ((100, long), (40, short), (None, short)):
+        read, group.device.num_read = group.device.read, 0
+
+        def counted(row, group=group, read=read):
+            group.device.num_read += 1
+            return read(row)
+
+        group.device.read = counted
+        server.measure_costs(32, max_length=length, repeats=1)
+        assert group.device.num_read
+        group.device.read = read
+    with pytest.raises(ValueError, match="slots of 40, 100 tokens, none of 60; give"):
+        server.measure_costs(max_length=60)
+    server.limit_drafts(None, max_length=40)
+    assert (long.loop.draft_limit is None, short.loop.draft_limit) == (False, None)
+    # With the second configuration there is always a free slot, and nobody is sent.
+    tickets = [
+        server.submit("abc", max_new_tokens=4, strategy="lookup") for _ in range(4)
+    ]
+    assert other.loop.num_open == 0
+    server.run()
+    assert all(ticket.is_done for ticket in tickets)
+    with pytest.raises(ValueError, match="repeats is 0; give at least 1"):
+        server.measure_costs(repeats=0)
+
+
 def test_a_server_measures_its_own_costs(server, plain):
     for strategy, num_slots, lengths in ((LOOKUP, 2, [0]), ("sample", 1, [])):
         costs = server.measure_costs(40, strategy=strategy, repeats=1)
@@ -193,6 +255,8 @@ def test_a_server_measures_its_own_costs(server, plain):
         ("abc", {"temprature": 1.0}, "did you mean 'temperature'"),
         ("abc", {"stop_tokens": [1, 2, 3, 4, 5]}, "has 5 stop tokens, but .* for 4"),
         ("abc", {"banned_tokens": list(range(9))}, "more than 8 biases and bans"),
+        ("abc", {"deadline_s": NAN} | FEW, "deadline_s is nan, and requests are"),
+        ("abc", {"arrival_s": NAN} | FEW, "arrival_s is nan, and requests are"),
     ],
 )
 def test_bad_requests_are_refused_at_once(server, prompt, options, told):
@@ -212,6 +276,13 @@ def test_bad_requests_are_refused_at_once(server, prompt, options, told):
         ({"num_slots": [1, 2], "max_length": [9] * 3}, "2 of num_slots, 3 of max_len"),
         ({"num_slots": []}, "0 of num_slots; give one for each group"),
         ({"max_shared": -1}, "max_shared is -1; give at least 0"),
+        ({"max_kept": -1}, "max_kept is -1; give at least 0"),
+        ({"max_length": 0}, "max_length is 0; give at least 1"),
+        ({"prefill_chunk": 0}, "prefill_chunk is 0; give at least 1"),
+        ({"kv_tokens": 0}, "kv_tokens is 0; give at least 1"),
+        ({"num_stop_tokens": -1}, "num_stop_tokens is -1; give at least 0"),
+        ({"num_biases": 0}, "num_biases is 0; give at least 1"),
+        ({"num_slots": True}, "num_slots is True; give at least 1, as a whole number"),
         ({"policy": "fair"}, "unknown policy 'fair'"),
         ({"preemption": "drop"}, "one of none, recompute, keep, got 'drop'"),
     ],
@@ -219,3 +290,17 @@ def test_bad_requests_are_refused_at_once(server, prompt, options, told):
 def test_bad_servers_are_refused(lm, options, told):
     with pytest.raises(ValueError, match=told):
         jaxdec.Server(lm, **options)
+
+
+@pytest.mark.parametrize("value", ["high", None, float("nan")])
+def test_what_cannot_be_ordered_is_refused_before_it_stops_everybody(value):
+    with pytest.raises(ValueError, match="priority is .*, and requests are put in ord"):
+        policies.check_ranked(priority=value)
+    policies.check_ranked(priority=-3, deadline_s=float("inf"))
+
+
+@pytest.mark.parametrize("value", ["8", None, 1.5, True, 0])
+def test_what_counts_nothing_is_refused(value):
+    with pytest.raises(ValueError, match="num_slots is .*give at least 1, as a whole"):
+        policies.check_whole("num_slots", value)
+    policies.check_whole("num_slots", 1)
