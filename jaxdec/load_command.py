@@ -92,7 +92,8 @@ def load(
         ),
     ] = "",
     replicas: Annotated[
-        int, typer.Option(help="Devices of the simulated clock.", min=1)
+        int,
+        typer.Option(help="Devices, with --simulate and in the sweep.", min=1),
     ] = 1,
     route: Annotated[
         str, typer.Option(help="least_loaded or round_robin: to which of them.")
@@ -119,6 +120,8 @@ def load(
 
     if plots is not None:
         reports.check_plots()
+    if save_profile is not None:
+        _check_new(save_profile, profile)
     rates = _rates(sweep)
     known = None if profile is None else _json_file(profile)
     terminal.prepare_jax()
@@ -148,6 +151,8 @@ def load(
         temperature=temperature,
     )
     setup.draw()  # Before a model is loaded: the load may make no sense.
+    if plots is not None:
+        plots.mkdir(parents=True, exist_ok=True)
     found = None if known is None else load_run.Profile.from_dict(known)
     lm = config = None
     if found is None or not simulate:
@@ -199,6 +204,20 @@ def _rates(text: str) -> list[float]:
             f"{text!r}"
         )
     return rates
+
+
+def _check_new(path: Path, known: Path | None) -> None:
+    """Raises ValueError where a profile could not be saved, before it is measured."""
+    if known is not None:
+        raise ValueError(
+            f"--save-profile is for what is measured, and --profile {known} was "
+            "measured before; leave one of them out"
+        )
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(
+            f"--save-profile takes a file in a folder that exists, got {path}; make "
+            "the folder, or name another"
+        )
 
 
 def _json_file(path: Path) -> Any:

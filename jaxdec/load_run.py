@@ -10,18 +10,19 @@ thousands of requests per second) can be looked at without a model.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxdec import speculation
+from jaxdec.call import check
 from jaxdec.counts import Number
 from jaxdec.decoding import PREFILL_CHUNK
 from jaxdec.latency import Latency, Objective, Record, span, summarise
 from jaxdec.policies import Limits, check_fits, find_policy
-from jaxdec.scheduling import CostTable, token_gap_bound
+from jaxdec.scheduling import token_gap_bound
 from jaxdec.server import Server
+from jaxdec.serving_costs import Profile
 from jaxdec.simulation import Arrival, simulate
 from jaxdec.speculation import Acceptance
 from jaxdec.traffic import Traffic, drive, prompts_of
@@ -60,6 +61,15 @@ class Setup:
     def __post_init__(self):
         if not self.policies:
             raise ValueError("there is no policy to test; name one or more")
+        if len(set(self.policies)) < len(self.policies):
+            raise ValueError(
+                f"policies are {', '.join(self.policies)}; name each of them once"
+            )
+        if not all(limit > 0 for limit in self.objective):
+            raise ValueError(
+                f"an objective is times above 0, got {self.objective}; leave out what "
+                "is not to be kept"
+            )
         for name in self.policies:
             find_policy(name)
         if self.speculation not in SPECULATION:
@@ -93,7 +103,14 @@ class Setup:
         return arrivals
 
     def server(self, lm: Any, strategy: Any, policy: str) -> Server:
-        """A server of this setup."""
+        """A server of this setup.
+
+        Raises:
+            ValueError: options that make no sense together, before anything runs.
+        """
+        check(
+            lm, [0], strategy=strategy, max_new_tokens=0, temperature=self.temperature
+        )
         return Server(
             lm,
             strategy,
@@ -105,51 +122,6 @@ class Setup:
             prefill_chunk=self.prefill_chunk,
             max_shared=0,  # Simulated prompts are lengths.
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Profile:
-    """What was measured of a server: all that the simulated clock needs."""
-
-    costs: CostTable
-    acceptance: Acceptance
-    prefill_chunk: int
-    """Tokens of the chunk that was measured."""
-    strategy: str
-
-    def rule(self, kind: str) -> Callable[[int], int] | None:
-        """The rule of a server for one of `SPECULATION`."""
-        if kind == "scheduled":
-            return speculation.scheduled(self.costs, self.acceptance)
-        return None if kind == "fixed" else lambda num_running: 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Profile":
-        """The profile that `to_dict` was of.
-
-        Raises:
-            ValueError: it is of something else.
-        """
-        try:
-            costs, acceptance = dict(values["costs"]), dict(values["acceptance"])
-            limited = [(n, tuple(times)) for n, times in costs["limited_s"]]
-            costs |= {"step_s": tuple(costs["step_s"]), "limited_s": tuple(limited)}
-            acceptance["conditional"] = tuple(acceptance["conditional"])
-            return cls(
-                costs=CostTable(**costs),
-                acceptance=Acceptance(**acceptance),
-                prefill_chunk=values["prefill_chunk"],
-                strategy=values["strategy"],
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"this is no profile of a server ({type(error).__name__}: {error}); "
-                "make one with jaxdec load --save-profile"
-            ) from None
 
 
 def config_of(strategy: Any, setup: Setup, profile: Profile | None = None) -> Any:
@@ -189,7 +161,8 @@ def run(
         strategy: a configuration, from `jaxdec.strategies.resolve`.
         profile: what was measured before; None measures it now, which takes a model.
         rates: loads of a sweep on the simulated clock, in requests per second.
-        num_replicas: of the simulated clock.
+        num_replicas: of the simulated clock; where a model serves, of the sweep alone,
+            since what is held against a server is one.
         route: of the simulated clock.
         progress: called with what is done, all, and words.
 
@@ -215,7 +188,7 @@ def run(
             setup,
             profile,
             name,
-            num_replicas=num_replicas,
+            num_replicas=num_replicas if lm is None else 1,
             route=route,
             progress=progress,
         )

@@ -6,15 +6,19 @@ of it on the very programs that serve, warm, each waited for; with a prompt in t
 middle of a request's life, and drafts as long as they may be.
 """
 
+import dataclasses
+import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxdec import speculation
 from jaxdec.scheduling import CostTable
 from jaxdec.serving_loop import Device
+from jaxdec.speculation import Acceptance
 
 REPEATS = 5
 
@@ -127,3 +131,48 @@ def measure_costs(
         insert_s=statistics.median(inserts[1:]),
         extract_s=statistics.median(extracts[1:]),
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What was measured of a server: all that the simulated clock needs."""
+
+    costs: CostTable
+    acceptance: Acceptance
+    prefill_chunk: int
+    """Tokens of the chunk that was measured."""
+    strategy: str
+
+    def rule(self, kind: str) -> Callable[[int], int] | None:
+        """The rule of a server for one of `SPECULATION`."""
+        if kind == "scheduled":
+            return speculation.scheduled(self.costs, self.acceptance)
+        return None if kind == "fixed" else lambda num_running: 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Profile":
+        """The profile that `to_dict` was of.
+
+        Raises:
+            ValueError: it is of something else.
+        """
+        try:
+            costs, acceptance = dict(values["costs"]), dict(values["acceptance"])
+            limited = [(n, tuple(times)) for n, times in costs["limited_s"]]
+            costs |= {"step_s": tuple(costs["step_s"]), "limited_s": tuple(limited)}
+            acceptance["conditional"] = tuple(acceptance["conditional"])
+            return cls(
+                costs=CostTable(**costs),
+                acceptance=Acceptance(**acceptance),
+                prefill_chunk=values["prefill_chunk"],
+                strategy=values["strategy"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"this is no profile of a server ({type(error).__name__}: {error}); "
+                "make one with jaxdec load --save-profile"
+            ) from None

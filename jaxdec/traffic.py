@@ -9,6 +9,7 @@ the same load.
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 from jaxdec import simulation
 from jaxdec.counts import Number
 from jaxdec.latency import Record
+from jaxdec.policies import check_whole
 from jaxdec.prompts import builtin
 from jaxdec.server import Server
 from jaxdec.simulation import Arrival
@@ -59,16 +61,18 @@ class Traffic:
                 f"arrivals must be one of {', '.join(ARRIVALS)}, got {self.arrivals!r}"
             )
         for name in ("rate", "num_requests", "prompt_tokens", "output_tokens"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}; a load has some of each, so "
                     "give a number above 0"
                 )
-        if self.sigma < 0 or self.max_length < 2:
-            raise ValueError(
-                f"sigma is {self.sigma} and max_length {self.max_length}; give at "
-                "least 0 and 2"
-            )
+        check_whole("num_requests", self.num_requests)
+        check_whole("max_length", self.max_length, least=2)
+        for name, least in (("burst", 1), ("sigma", 0), ("patience_s", 0)):
+            if not least <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; give a number from {least} up"
+                )
 
     def draw(self) -> tuple[Arrival, ...]:
         """The requests, in order of arrival."""

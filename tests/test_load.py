@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import types
 
 import numpy as np
@@ -105,6 +106,9 @@ class SlowDevice:
         self.clock.now += COSTS.extract_s
         return self.device.extract(slot)
 
+    def reset(self):
+        self.device.reset()
+
     def step(self, is_free, draft_limit=None):
         self.clock.now += COSTS.step(int((~is_free).sum()), draft_limit)
         return self.device.step(is_free, draft_limit)
@@ -182,6 +186,11 @@ def test_a_load_test_measures_serves_and_imitates(lm):
         assert set(found["agreement"]) == set(load_run.COMPARED)
         assert all(point["draft_length"] <= 2 for point in found["timeline"])
     assert report["finished"] == 12
+    # The server is one, so it is held against one; the sweep is of two.
+    for name, found in report["policies"].items():
+        one = load_run.imitate(setup, profile, name)
+        one = load_run.figures([one], setup.objective, found["token_gap_bound_ms"])
+        assert found["simulated"] == one
     assert [point["rate"] for point in report["sweep"]] == [1.0, 1000.0]
     assert all(0 <= done <= total for done, total in seen)
 
@@ -256,6 +265,13 @@ def test_prompts_are_text_of_the_lengths_asked_for(lm):
         ({"speculation": "on"}, "one of scheduled, fixed, off, got 'on'"),
         ({"traffic": {"rate": 0.0}}, "rate is 0.0; a load has some"),
         ({"traffic": {"arrivals": "daily"}}, "one of poisson, bursty, got 'daily'"),
+        ({"traffic": {"rate": math.inf}}, "rate is inf; a load has some of each"),
+        ({"traffic": {"output_tokens": math.nan}}, "output_tokens is nan; a load"),
+        ({"traffic": {"burst": 0.5}}, "burst is 0.5; give a number from 1 up"),
+        ({"traffic": {"sigma": math.inf}}, "sigma is inf; give a number from 0 up"),
+        ({"policies": ("priority",) * 2}, "priority, priority; name each of them once"),
+        ({"objective": Objective(ttft_s=math.nan)}, "an objective is times above 0"),
+        ({"objective": Objective(tpot_s=-1.0)}, "an objective is times above 0"),
     ],
 )
 def test_bad_loads_are_refused(options, told):
@@ -274,6 +290,16 @@ def test_a_profile_is_of_one_chunk_and_of_all_slots():
         load_run.serve(None, jaxdec.lookup(3), small(), PROFILE, "first_come")
     with pytest.raises(ValueError, match="no profile of a server"):
         Profile.from_dict({"costs": {}})
+
+
+def test_a_load_that_no_server_takes_is_refused_before_anything_is_measured(lm):
+    """A temperature for greedy decoding, say; a server is measured in minutes."""
+    setup = small(temperature=0.7)
+    watched = lambda *_: pytest.fail("measured")  # noqa: E731
+    with pytest.raises(ValueError, match="'greedy' is temperature 0, got temperature"):
+        load_run.measure(lm, jaxdec.greedy(), setup, watched)
+    with pytest.raises(ValueError, match="temperature must be a finite number"):
+        load_run.measure(lm, jaxdec.lookup(2), small(temperature=-1.0), watched)
 
 
 def test_a_confidence_gets_the_rates_that_were_measured():
@@ -366,7 +392,7 @@ def test_the_command_tells_figures_and_draws_plots(run, tmp_path):
         assert word in out
 
 
-def test_the_command_says_what_is_wrong(run, monkeypatch, tmp_path):
+def test_the_command_says_what_is_wrong(run, monkeypatch, tmp_path, capsys):
     bad = tmp_path / "bad.json"
     bad.write_text("{")
     for options, told in (
@@ -376,9 +402,16 @@ def test_the_command_says_what_is_wrong(run, monkeypatch, tmp_path):
         (["--lengths", str(bad)], "1 bad lines (line 1: no prompt_length"),
         (["--kv-tokens", "9"], "but the KV budget is 9"),
         (["--replicas", "2", "--route", "any"], "a route of least_loaded, round_robin"),
+        (["--rate", "inf", "--json"], "rate is inf; a load has some of each"),
+        (["--save-profile", str(tmp_path / "new.json")], "leave one of them out"),
+        (["--plots", str(bad)], "File exists"),
     ):
         status, out, err = run(*options)
         assert (status, out) == (1, "") and told in err and "Traceback" not in err
+    for path in (tmp_path, tmp_path / "none" / "new.json"):
+        status = console.run(app, ["load", "--save-profile", str(path)])
+        assert status == 1
+        assert "a file in a folder that exists, got" in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     status, _, err = run("--plots", str(tmp_path))
     assert status == 1 and "pip install 'jaxdec[plots]', or leave --plots out" in err
