@@ -260,7 +260,8 @@ def measure(
             temperature=setup.temperature,
             progress=progress,
         )
-        acceptance = speculation.measured(records, config.length)
+        is_tree = any(part.proposal_mode == "tree" for part in config.members)
+        acceptance = speculation.measured(records, config.length, is_tree=is_tree)
     return Profile(
         costs=costs,
         acceptance=acceptance,

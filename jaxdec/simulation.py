@@ -214,14 +214,18 @@ class SimulatedRow:
         # A step says a token at least, so it takes no more steps than tokens.
         draws = rng.random((arrival.output_length, acceptance.length + 1))
         is_kept = draws[:, 1:] < np.array(acceptance.conditional)[None]
+        self._is_tree = acceptance.is_tree
         self._has_draft = (draws[:, 0] < acceptance.draft_rate).tolist()
         self._num_kept = np.cumprod(is_kept, axis=1).sum(axis=1).tolist()
 
     def step(self, most: int) -> tuple[int, int]:
         """Drafts at most so many tokens; how many it drafts, and are accepted."""
-        left = self.arrival.output_length - self.num_said
-        drafted = min(most, left - 1) if self._has_draft[self.num_steps] else 0
-        accepted = min(drafted, self._num_kept[self.num_steps])
+        room = self.arrival.output_length - self.num_said - 1
+        drafted = 0
+        if room and self._has_draft[self.num_steps]:
+            # How deep a tree is accepted is cut, not how many nodes it has.
+            drafted = most if self._is_tree else min(most, room)
+        accepted = min(drafted, room, self._num_kept[self.num_steps])
         self.num_steps += 1
         self.num_said += accepted + 1
         return drafted, accepted

@@ -37,6 +37,9 @@ class Acceptance:
     """Entry i: draft token i is accepted, given that the one before it was."""
     draft_rate: float = 1.0
     """How often a request has a draft at all."""
+    is_tree: bool = False
+    """Whether draft tokens are nodes of a tree. Entry i is then about depth i, in the
+    whole tree; of parts of it nothing is known."""
 
     def __post_init__(self):
         if not all(0 <= p <= 1 for p in (*self.conditional, self.draft_rate)):
@@ -51,15 +54,27 @@ class Acceptance:
         return len(self.conditional)
 
     def tokens(self, draft_length: int) -> float:
-        """E(k): tokens that a request says in a step, on average."""
+        """E(k): tokens that a request says in a step, on average.
+
+        Of a part of a tree, no more than what is certain.
+        """
+        if self.is_tree and draft_length < self.length:
+            return 1.0
         gain = expected_tokens(self.conditional, draft_length) - 1
         return 1 + self.draft_rate * gain
 
 
-def measured(records: Sequence[Record], length: int) -> Acceptance:
+def measured(
+    records: Sequence[Record], length: int, *, is_tree: bool = False
+) -> Acceptance:
     """The acceptance of requests that drafted `length` tokens in every step.
 
     The last step of a request is left out, since its end cuts drafts short.
+
+    Args:
+        records: of the requests.
+        length: K; of a tree, its nodes.
+        is_tree: whether drafts are trees.
     """
     bursts = [b for record in records for b in record.bursts[:-1]][-WINDOW:]
     drafted = np.array([b.num_drafted for b in bursts], np.int64)
@@ -71,6 +86,7 @@ def measured(records: Sequence[Record], length: int) -> Acceptance:
             for before, after in zip(reached[:-1], reached[1:], strict=True)
         ),
         draft_rate=float((drafted > 0).mean()) if bursts else 0.0,
+        is_tree=is_tree,
     )
 
 

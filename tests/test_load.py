@@ -292,6 +292,20 @@ def test_a_profile_is_of_one_chunk_and_of_all_slots():
         Profile.from_dict({"costs": {}})
 
 
+def test_what_is_measured_of_a_tree_is_said_to_be_of_one(monkeypatch):
+    """And of a mixture that has one."""
+    chain = jaxdec.self_draft(1, length=3)
+    tree = types.SimpleNamespace(proposal_mode="tree")
+    server = types.SimpleNamespace(measure_costs=lambda *_, **__: COSTS)
+    monkeypatch.setattr(Setup, "server", lambda *_: server)
+    monkeypatch.setattr(load_run, "drive", lambda *_, **__: [])
+    monkeypatch.setattr(load_run, "prompts_of", lambda *_: [])
+    for members, is_tree in (((chain,), False), ((chain, tree), True)):
+        config = types.SimpleNamespace(length=3, name="some", members=members)
+        config.with_widths = lambda config=config: config
+        assert load_run.measure(None, config, small()).acceptance.is_tree == is_tree
+
+
 def test_a_load_that_no_server_takes_is_refused_before_anything_is_measured(lm):
     """A temperature for greedy decoding, say; a server is measured in minutes."""
     setup = small(temperature=0.7)

@@ -63,6 +63,26 @@ def test_the_rule_is_the_best_of_all_lengths_and_goes_off_above_the_break_even()
         assert set(speculation.best_lengths(COSTS, useless)) == {0}
 
 
+def test_of_a_tree_only_the_whole_is_known():
+    """Nodes are no depth: three of twelve nodes do not say what a tree of depth 3 says.
+
+    So the rule drafts all of it or nothing.
+    """
+    chain = Acceptance(conditional=(0.8, 0.7, 0.6, 0.0))
+    tree = speculation.measured([], K, is_tree=True)
+    assert tree.is_tree and not chain.is_tree
+    tree = Acceptance(conditional=chain.conditional, is_tree=True)
+    assert tree.tokens(4) == chain.tokens(4) == chain.tokens(3) > 2
+    assert [tree.tokens(k) for k in (0, 1, 3)] == [1, 1, 1]
+    assert set(speculation.best_lengths(COSTS, tree)) == {0, K}
+    assert set(speculation.best_lengths(COSTS, chain)) - {0, K}
+    # On the simulated clock the end of a request cuts how deep, not how many nodes.
+    arrival = simulation.Arrival(arrival_s=0.0, prompt_length=1, output_length=6)
+    sure = Acceptance(conditional=(1.0, 1.0, 1.0, 0.0), is_tree=True)
+    row = simulation.SimulatedRow(arrival, sure, np.random.default_rng(0))
+    assert [row.step(K), row.step(K)] == [(4, 3), (4, 1)] and row.num_said == 6
+
+
 def test_there_is_no_cliff_where_the_length_changes():
     """Tokens per second rise with every request more, through all changes of length."""
     lengths = speculation.best_lengths(COSTS, ACCEPTANCE)
