@@ -21,9 +21,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxdec.latency import Record
+from jaxdec.latency import Burst, Record
 from jaxdec.planning.break_even import expected_tokens
 from jaxdec.scheduling import CostTable
+from jaxdec.types import FinishReason
 
 WINDOW = 4096
 """Steps of the past that `measured` looks at."""
@@ -69,14 +70,17 @@ def measured(
 ) -> Acceptance:
     """The acceptance of requests that drafted `length` tokens in every step.
 
-    The last step of a request is left out, since its end cuts drafts short.
+    The last steps of a request are left out, since its end cuts drafts short.
 
     Args:
         records: of the requests.
         length: K; of a tree, its nodes.
         is_tree: whether drafts are trees.
     """
-    bursts = [b for record in records for b in record.bursts[:-1]][-WINDOW:]
+    bursts = [burst for record in records for burst in _uncut(record, length)]
+    if not bursts:  # All answers are shorter than a draft: better these than none.
+        bursts = [burst for record in records for burst in record.bursts[:-1]]
+    bursts = bursts[-WINDOW:]
     drafted = np.array([b.num_drafted for b in bursts], np.int64)
     accepted = np.array([b.num_accepted for b in bursts], np.int64)[drafted > 0]
     reached = [int((accepted >= i).sum()) for i in range(length + 1)]
@@ -88,6 +92,18 @@ def measured(
         draft_rate=float((drafted > 0).mean()) if bursts else 0.0,
         is_tree=is_tree,
     )
+
+
+def _uncut(record: Record, length: int) -> list[Burst]:
+    """The steps before which a request had room for a whole draft, but the last."""
+    if record.finish != FinishReason.LENGTH:
+        return record.bursts[:-1]
+    left, found = record.num_tokens, []
+    for burst in record.bursts[:-1]:
+        if left > length:
+            found.append(burst)
+        left -= burst.num_tokens
+    return found
 
 
 def tokens_per_second(

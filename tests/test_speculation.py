@@ -14,6 +14,7 @@ from jaxdec.policies import Limits
 from jaxdec.scheduling import CostTable
 from jaxdec.simulation import simulate
 from jaxdec.speculation import Acceptance
+from jaxdec.types import FinishReason
 
 NUM_SLOTS, K = 16, 4
 
@@ -110,6 +111,19 @@ def test_acceptance_is_measured_where_drafts_were_not_cut():
     assert found.draft_rate == 6 / 8
     assert found.conditional == (5 / 6, 3 / 5, 2 / 3)
     assert found.tokens(3) == pytest.approx(1 + (3 + 1 + 0 + 2 + 3 + 1) / 8)
+    # The limit of an answer cuts drafts in more steps than the last: 4 and 1 tokens
+    # are left before these, and a draft of 3 takes room for 4.
+    for last in records:
+        last.bursts = [*last.bursts[:-1], Burst(5.0, 3, 3, 2), Burst(6.0, 1, 0, 0)]
+        last.finish = FinishReason.LENGTH
+    again = speculation.measured(records, 3)
+    assert again.draft_rate == 8 / 10 and again.conditional[0] == 7 / 8
+    for last in records:
+        last.bursts = [*last.bursts[:-2], Burst(5.0, 2, 1, 1), Burst(6.0, 1, 0, 0)]
+    assert speculation.measured(records, 3) == found
+    for last in records:
+        last.bursts = [Burst(5.0, 2, 1, 1), Burst(6.0, 1, 0, 0)]
+    assert speculation.measured(records, 3).conditional == (1.0, 0.0, 0.0)
     nothing = speculation.measured([], 3)
     assert nothing == Acceptance(conditional=(0.0,) * 3, draft_rate=0.0)
     with pytest.raises(ValueError, match="probabilities from 0 to 1"):
