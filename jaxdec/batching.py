@@ -278,6 +278,7 @@ class SlotDevice:
 
     def reset(self) -> None:
         """All slots free, whatever happened to them."""
+        self._state = None  # What there was is not to be held beside the new.
         self._state = self._batching.empty()
 
     def wait(self, row: DecodeState | None = None) -> None:
