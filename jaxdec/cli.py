@@ -203,6 +203,14 @@ def compare(
     ] = 1,
     dtype: options.Dtype = "bfloat16",
     exact: options.Exact = False,
+    no_certify: Annotated[
+        bool,
+        typer.Option(
+            "--no-certify",
+            help="Leave out the certificates, which take as long as the runs; then no "
+            "strategy is recommended.",
+        ),
+    ] = False,
     out: Annotated[
         Path, typer.Option(help="Folder for the report: .json, .md, .html, figures.")
     ] = Path("report"),
@@ -247,6 +255,7 @@ def compare(
             draft_length=draft_length,
             repeats=repeats,
             batch_size=batch_size,
+            certify=not no_certify,
             exact=exact,
             out=out,
             progress=progress,

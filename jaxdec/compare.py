@@ -42,6 +42,7 @@ from jaxdec.report.comparison import (
 from jaxdec.report.timeline import NUM_PROMPTS
 from jaxdec.report.timeline import record as record_timeline
 from jaxdec.sampling import make_sampling_params
+from jaxdec.scoring import Scores
 from jaxdec.strategies import StrategyConfig, resolve
 from jaxdec.text import Outputs, execute
 
@@ -154,10 +155,10 @@ def compare(
         label: [[out.tokens for out in found[0]] for found in groups_of]
         for label, groups_of in runs.items()
     }
-    evidence = {}
+    evidence, scores = {}, {}
     for entry in entries:
         step(f"measuring the costs of {entry.label}")
-        record = _evidence(lm, chosen[entry.label], first[entry.reference])
+        record = _evidence(lm, chosen[entry.label], first[entry.reference], scores)
         outputs = [chosen[entry.label][0][0].tokens]
         if entry.temperature > 0:
             for other in seeds:
@@ -375,12 +376,14 @@ def _seconds(outputs: Outputs) -> float:
 
 
 def _evidence(
-    lm: LM, runs: Sequence[Outputs], references: Sequence[Sequence[Sequence[int]]]
+    lm: LM, runs: Sequence[Outputs], references: Sequence[Any], scores: Scores
 ) -> Evidence:
     """One record of all requests of a strategy, with its compilations."""
     merged = merge(
         [
-            measure.evidence(outputs.run, outputs.items, references=found)
+            measure.evidence(
+                outputs.run, outputs.items, references=found, scores=scores
+            )
             for outputs, found in zip(runs, references, strict=True)
         ]
     )

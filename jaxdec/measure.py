@@ -34,6 +34,7 @@ def evidence(
     items: Sequence[Any],
     with_costs: bool = True,
     references: Sequence[Sequence[int]] | None = None,
+    scores: scoring.Scores | None = None,
 ) -> Evidence:
     """The record of a run; see `jaxdec.evidence` for what its figures mean.
 
@@ -43,6 +44,7 @@ def evidence(
         with_costs: whether to measure draft and verify cost and the perplexity, which
             takes model calls (and, once per shape, compilations that are not counted).
         references: plain decoding's tokens of each request, for `exact_match`.
+        scores: known ones, for the perplexity; see `jaxdec.scoring.score`.
     """
     if run is None:
         raise ValueError(
@@ -61,7 +63,7 @@ def evidence(
     draft_ms, verify_ms, logprobs = None, None, None
     if with_costs:
         draft_ms, verify_ms = costs(program, call, tokens)
-        logprobs = scoring.score(lm, call.prompts, tokens)
+        logprobs = scoring.score(lm, call.prompts, tokens, scores)
     facts = RunFacts(
         e2e_s=run.e2e_s,
         compile_s=run.compile_s,

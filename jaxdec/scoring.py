@@ -78,19 +78,37 @@ def _read(lm: Any, tokens: Sequence[int], chunk: int, reduce_fn) -> np.ndarray:
     return np.asarray(found)[0, : len(tokens)]
 
 
+Scores = dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]]
+"""Of prompts and outputs."""
+
+
 def score(
-    lm: Any, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+    lm: Any,
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    known: Scores | None = None,
 ) -> list[list[float]]:
     """Log-probability of every output token under the target, teacher-forced.
 
     Raw logits, as sampling parameters leave them alone; one request at a time, so that
     one compiled program serves any number of them.
+
+    Args:
+        lm: the target.
+        prompts: token ids.
+        outputs: what was said to each.
+        known: scores of the same target that need not be found again; those that are
+            found are added. Lossless strategies say the same.
     """
+    known = {} if known is None else known
     scores = []
     for prompt, output in zip(prompts, outputs, strict=True):
-        found = _read(lm, [*prompt, *output], PREFILL_CHUNK, _own_logprob)
-        first = len(prompt) - 1
-        scores.append(found[first : first + len(output)].tolist())
+        pair = tuple(prompt), tuple(output)
+        if pair not in known:
+            found = _read(lm, [*prompt, *output], PREFILL_CHUNK, _own_logprob)
+            first = len(prompt) - 1
+            known[pair] = found[first : first + len(output)].tolist()
+        scores.append(list(known[pair]))
     return scores
 
 

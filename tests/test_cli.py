@@ -82,7 +82,7 @@ def test_compare_takes_all_that_a_model_has(run, model, monkeypatch, tmp_path):
     found = {}
 
     def stop(lm, prompts, names, **options):
-        found["names"] = names
+        found.update(options, names=names)
         raise ValueError("enough")
 
     def add(lm):
@@ -98,6 +98,9 @@ def test_compare_takes_all_that_a_model_has(run, model, monkeypatch, tmp_path):
     assert found["names"] == [*four, "draft_model", "eagle3"]
     run(*words, "--strategies", "greedy,eagle3")
     assert found["names"] == ["greedy", "eagle3"]
+    assert found["certify"] is True
+    run(*words, "--no-certify")
+    assert found["certify"] is False
 
 
 def test_a_smaller_model_drafts(run, model):

@@ -216,7 +216,12 @@ def test_logprobs_equal_a_teacher_forced_pass(lm, strategy):
         logprobs=3,
     )
     prompts = [list(p) for p in out.run.call.prompts]
-    scores = scoring.score(lm, prompts, tokens_of(out))
+    known = {}
+    scores = scoring.score(lm, prompts, tokens_of(out), known)
+    assert list(known.values()) == scores
+    # What is known is not found again.
+    marked = {pair: [0.5] for pair in known}
+    assert scoring.score(lm, prompts[:1], tokens_of(out)[:1], marked) == [[0.5]]
     for item, expected in zip(out, scores, strict=True):
         np.testing.assert_allclose(item.logprobs, expected, atol=2e-4)
         for own, top, token in zip(
