@@ -123,9 +123,15 @@ def keep_best(
 def keep(
     best: Int[Array, "n"], parents: Int[Array, "K"]
 ) -> tuple[Int[Array, "n"], Int[Array, "n"]]:
-    """Prunes a tree to these draft tokens, given in any order; see `keep_best`.
+    """Prunes a tree to these draft tokens; see `keep_best`.
 
-    The parent of a token kept must be the root, or be kept too.
+    Args:
+        best: indices of draft tokens, in any order. The parent of each must be the
+            root, or be kept too.
+        parents: of the tree to prune.
+
+    Returns:
+        As `keep_best`.
     """
     kept = jnp.sort(best)
     is_kept = jnp.zeros(parents.shape[0], bool).at[kept].set(True)
