@@ -4,10 +4,14 @@ import ast
 import functools
 import importlib
 import inspect
+import pathlib
 import pkgutil
 import re
+import shlex
 import textwrap
 import types
+
+import pdoc.__main__
 
 import jaxdec
 
@@ -164,3 +168,22 @@ def test_errors_are_told():
         if left := {error for error in _raises(function) if error not in doc}:
             wrong[name] = left
     assert not wrong
+
+
+def test_the_reference_is_made_by_the_command_of_the_readme(tmp_path):
+    text = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+    words = shlex.split(re.search(r"&& (pdoc .*)", text)[1])
+    words[words.index("api")] = str(tmp_path)
+    # One page takes as long as ten tests; that of the library holds what matters.
+    rest = [f"!jaxdec.{m}" for m in ("drafters", "models", "sampling", "draft_length")]
+    pdoc.__main__.cli([*words[1:], *rest])
+    pages = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.html")}
+    assert {"index.html", "jaxdec.html", "jaxdec/tree.html"} <= pages
+    assert not {"jaxdec/certify.html", "jaxdec/compare.html"} & pages
+    page = (tmp_path / "jaxdec.html").read_text()
+    for name in jaxdec.__all__:
+        is_module = isinstance(getattr(jaxdec, name), types.ModuleType)
+        assert is_module or f'id="{name}"' in page, name
+    # A shape, an argument of a section Args, and no name that is nobody's affair.
+    assert "B L" in page and "<strong>max_new_tokens:</strong>" in page
+    assert 'id="Server._turn"' not in page
