@@ -5,7 +5,7 @@ token, not yet read); node i + 1 is draft token i, and ``parents[i]`` is the *no
 follows. Parents precede children, so node order is a topological order, a path read
 from the root has increasing node indices, and no other array needs to be stored.
 
-Written for one sequence; the caller vmaps. A worked example, used below::
+Written for one sequence; the caller vmaps. A worked example, used below:
 
     node      0   1   2   3          0 ── 1 ── 3
     parent    -   0   0   1          └─── 2
