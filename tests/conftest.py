@@ -64,6 +64,7 @@ def pytest_configure(config):
 SLOW = (
     "tests/drafters/",
     "test_mesh.py",
+    "test_readme.py::test_the_server_and_the_certificate_run",
     "test_trained.py::test_every_name_gives_plain_decoding[0.7",
     "test_trained.py::test_a_certificate_of_a_tree",
     "test_trained.py::test_evidence_of_a_confidence",
