@@ -148,15 +148,39 @@ SLOW = (
     "training/test_places.py::test_answers_that_fit_are_learned_whole[mtp]",
     "training/test_places.py::test_answers_that_fit_are_learned_whole[draft]",
     "test_attacks.py::test_certify_of_greedy_rows_beside_a_sampled_one",
+    "test_smollm2.py::test_logits_match_the_reference",
+    "test_plan.py::test_what_is_too_large_does_not_fit",
+    "::test_confidence_is_trained_as_it_is_served[dspark]",
+    "test_faults_sampling.py::test_b14_everything_banned",
+    "test_certify.py::test_lossless_strategies_pass[self_draft-False",
+    "test_acceptance.py::test_golden_filtered_chain",
+    "test_text.py::test_processed_logprobs_equal_a_teacher_forced_pass",
+    "test_decoder.py::test_b30_a_node_reads_its_root_path[llama",
+    "test_tree.py::test_random_trees_equal_a_walk[33]",
+    "golden/test_block.py::test_end_to_end[drafters/e2e_deepspec_dspark]",
+    "test_faults_runtime.py::test_b49_the_program_hardly_grows",
 )
 """What takes longest: ``-m slow`` runs it. Of drafters the golden cases stay, which
 drive the same functions round by round and through the engine; of training, the way
 from prompts to an exported drafter, by the command."""
 
+_LONGEST = """
+    test_contract.py test_notebooks.py test_smollm2.py test_decoder.py test_certify.py
+    test_text.py test_plan.py test_compare.py test_cli.py test_sampling.py
+    test_faults_sampling.py test_eagle.py test_acceptance.py test_block.py
+    test_trained.py test_faults_cache.py test_loads.py test_attacks.py
+"""
+LONGEST = {name: place for place, name in enumerate(_LONGEST.split())}
+"""Files in the order of what they take."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Keeps a file together: its tests share what they have compiled."""
+    """Keeps a file together: its tests share what they have compiled.
+
+    Those that take longest come first, so that no worker ends long after the other.
+    """
+    items.sort(key=lambda item: LONGEST.get(item.path.name, len(LONGEST)))
     for item in items:
         if any(name in item.nodeid for name in SLOW):
             item.add_marker(pytest.mark.slow)
