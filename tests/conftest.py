@@ -1,5 +1,6 @@
 """Strict JAX for every test, and shape checks on every function of the library."""
 
+import ctypes
 import gc
 import os
 import pathlib
@@ -164,19 +165,23 @@ SLOW = (
 drive the same functions round by round and through the engine; of training, the way
 from prompts to an exported drafter, by the command."""
 
+TOYS = """
+    test_contract.py test_faults_engine.py test_faults_runtime.py
+    test_faults_sampling.py test_faults_cache.py test_batching.py
+""".split()
+"""Files that share the compiled steps of ``toy.py``: one worker runs them all."""
 _LONGEST = """
-    test_contract.py test_notebooks.py test_smollm2.py test_decoder.py test_certify.py
-    test_text.py test_plan.py test_compare.py test_cli.py test_sampling.py
-    test_faults_sampling.py test_eagle.py test_acceptance.py test_block.py
-    test_trained.py test_faults_cache.py test_loads.py test_attacks.py
-"""
-LONGEST = {name: place for place, name in enumerate(_LONGEST.split())}
+    test_notebooks.py test_smollm2.py test_decoder.py test_certify.py test_text.py
+    test_plan.py test_compare.py test_cli.py test_sampling.py test_eagle.py
+    test_acceptance.py test_block.py test_trained.py test_loads.py test_attacks.py
+""".split()
+LONGEST = {name: place for place, name in enumerate((*TOYS, *_LONGEST))}
 """Files in the order of what they take."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Keeps a file together: its tests share what they have compiled.
+    """Keeps files together whose tests share what they have compiled.
 
     Those that take longest come first, so that no worker ends long after the other.
     """
@@ -185,7 +190,36 @@ def pytest_collection_modifyitems(items):
         if any(name in item.nodeid for name in SLOW):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+            is_toy = item.path.name in TOYS
+            name = "toys" if is_toy else item.path.stem
+            item.add_marker(pytest.mark.xdist_group(name))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _room_for_the_next_file():
+    """Forgets what was compiled where it has come to fill the memory.
+
+    Two workers need 16 GB at the end without it.
+    """
+    yield
+    if _resident_bytes() > MOST_RESIDENT:
+        jax.clear_caches()
+        gc.collect()
+        # The memory goes back to the allocator, which keeps it unless it is asked.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
+        trim(0)
+
+
+MOST_RESIDENT = 5 * 2**30
+
+
+def _resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not say."""
+    try:
+        pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def pytest_generate_tests(metafunc):
