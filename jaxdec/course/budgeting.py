@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxdec import measure
 from jaxdec.compare import Comparison
 from jaxdec.course.display import (
     COLOURS,
@@ -21,7 +22,6 @@ from jaxdec.course.display import (
     evidence_of,
 )
 from jaxdec.course.drafting import MARKS
-from jaxdec.evidence import Evidence
 from jaxdec.planning.break_even import (
     Measured,
     break_even_acceptance,
@@ -36,6 +36,12 @@ from jaxdec.strategies import LookupConfig
 from jaxdec.text import Outputs
 
 
+def costs_of(outputs: Outputs) -> tuple[float, float]:
+    """Milliseconds of a step's drafting, and of the rest of the step; timed alone."""
+    tokens = [answer.tokens for answer in outputs]
+    return measure.costs(outputs.run.program, outputs.run.call, tokens)
+
+
 def measure_budget(outputs: Outputs, plain: Outputs) -> Measured:
     """What the break-even arithmetic needs of a run that drafted.
 
@@ -43,7 +49,7 @@ def measure_budget(outputs: Outputs, plain: Outputs) -> Measured:
         outputs: of the strategy; its costs are timed now, if they were not before.
         plain: plain decoding of the same prompts.
     """
-    found, base = outputs.evidence, plain.evidence
+    found, base = evidence_of(outputs), evidence_of(plain)
     config = outputs.run.call.config
     length = config.length
     if found.tpot_ms is None or base.tpot_ms is None:
@@ -51,6 +57,7 @@ def measure_budget(outputs: Outputs, plain: Outputs) -> Measured:
             "an answer that ends in its first step has no time per token; ask for more "
             "tokens, with stop_tokens=()"
         )
+    draft_ms, verify_ms = costs_of(outputs)
     return Measured(
         certified=True,
         tpot_ms=found.tpot_ms,
@@ -59,10 +66,10 @@ def measure_budget(outputs: Outputs, plain: Outputs) -> Measured:
         judged_per_step=found.num_judged / found.num_steps,
         acceptance_rate=found.acceptance_rate,
         conditional_acceptance_by_position=survival(found, length),
-        draft_cost_ms=found.draft_cost_ms,
+        draft_cost_ms=draft_ms,
         # A lookup, or a block, takes the same time for any length.
         is_block=isinstance(config, LookupConfig) or config.proposal_mode == "block",
-        verify_cost_ms={0: base.verify_cost_ms, length: found.verify_cost_ms},
+        verify_cost_ms={0: costs_of(plain)[1], length: verify_ms},
     )
 
 
@@ -176,10 +183,10 @@ def costs_table(runs: Mapping[str, Outputs]) -> Table:
     """Milliseconds of a step: drafting, verifying; timed alone, after the run."""
     rows = []
     for label, outputs in runs.items():
-        found: Evidence = evidence_of(outputs, with_costs=True)
+        draft_ms, verify_ms = costs_of(outputs)
         length = outputs.run.call.config.length
-        each = found.draft_cost_ms / length if length else None
-        rows.append((label, length, found.draft_cost_ms, each, found.verify_cost_ms))
+        each = draft_ms / length if length else None
+        rows.append((label, length, draft_ms, each, verify_ms))
     titles = ("run", "draft length", "draft ms", "per draft token", "verify ms")
     return Table(titles, rows)
 

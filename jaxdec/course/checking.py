@@ -38,11 +38,11 @@ def judge(answer: Any, is_right: Callable[[Any], bool], hint: str, why: str) -> 
 
 
 def _short(answer: Any) -> str:
-    return str(np.round(np.asarray(answer), 4).tolist() if _is_real(answer) else answer)
-
-
-def _is_real(answer: Any) -> bool:
-    return np.asarray(answer).dtype.kind == "f"
+    """The answer in few digits."""
+    try:
+        return str(np.round(np.asarray(answer, np.float64), 4).tolist())
+    except (TypeError, ValueError):
+        return str(answer)
 
 
 def is_close(answer: Any, wanted: Any) -> bool:

@@ -3,13 +3,20 @@
 For the notebook on greedy decoding and sampling.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxdec import statistics
-from jaxdec.course.display import LINES, Picture, Table, canvas, token_text
+from jaxdec.course.display import (
+    LINES,
+    Picture,
+    Table,
+    canvas,
+    evidence_of,
+    token_text,
+)
 from jaxdec.planning.bandwidth import weight_bytes
 from jaxdec.text import Generated, Outputs
 
@@ -54,6 +61,22 @@ def draw_laws(outputs: Outputs, labels: Sequence[str]) -> Picture:
     axes[0][0].set_yticks(range(len(tokens)), [token_text(lm, t) for t in tokens])
     axes[0][0].invert_yaxis()
     return Picture(figure, f"the law of the next token under {', '.join(labels)}")
+
+
+def plain_table(outputs: Outputs, row: int = 0) -> Table:
+    """What one answer of plain decoding took: steps, times, and state."""
+    found = evidence_of(outputs)
+    own = found.requests[row]
+    rows = [
+        ("prompt tokens", own.prompt_length),
+        ("tokens said", own.output_length),
+        ("steps", own.num_steps),
+        ("time to first token, ms", own.ttft_s * 1000),
+        ("time per token after it (TPOT), ms", own.tpot_ms),
+        ("KV cache entries at the end", found.cache_length),
+        ("ended by", own.finish_reason),
+    ]
+    return Table(("what", "value"), rows)
 
 
 def reads_of(outputs: Outputs, row: int = 0) -> Table:
@@ -126,7 +149,9 @@ def draw_sampling(table: Table) -> Picture:
     return Picture(figure, "repetition and perplexity by temperature")
 
 
-def compare_answers(answers: Mapping[str, Any]) -> Table:
-    """Texts side by side, a row a label; long ones are cut."""
-    rows = [(label, answer.text[:160]) for label, answer in answers.items()]
-    return Table(("how", "what it said"), rows)
+def compare_answers(outputs: Outputs, labels: Sequence[Any]) -> Table:
+    """Answers side by side, one of each label; long ones are cut."""
+    first: dict[Any, str] = {}
+    for answer, label in zip(outputs, labels, strict=True):
+        first.setdefault(label, answer.text[:160])
+    return Table(("how", "what it said"), list(first.items()))

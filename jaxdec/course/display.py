@@ -201,16 +201,11 @@ def show_tokens(outputs: Outputs, row: int = 0) -> Tokens:
     return Tokens(timeline.steps(request))
 
 
-def evidence_of(outputs: Outputs, *, with_costs: bool = False) -> Evidence:
-    """The evidence of a call; without its costs unless asked, which take model calls.
+def evidence_of(outputs: Outputs) -> Evidence:
+    """The evidence of a call as far as it takes no further model call.
 
-    Args:
-        outputs: of `jaxdec.generate`.
-        with_costs: whether to time drafting and verifying, and find the perplexity, as
-            ``outputs.evidence`` does.
+    ``outputs.evidence`` times drafting and verifying too, and finds the perplexity.
     """
-    if with_costs:
-        return outputs.evidence
     return measure.evidence(outputs.run, outputs.items, with_costs=False)
 
 

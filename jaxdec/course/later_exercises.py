@@ -131,7 +131,7 @@ def check_most_tokens(answer: str | None, comparison: Comparison) -> bool:
     }
     return judge(
         answer,
-        lambda found: rates[str(found)] == max(rates.values()),
+        lambda found: rates.get(str(found)) == max(rates.values()),
         f"It is one of {', '.join(rates)}; look at the column tokens/step.",
         "Whether it is also the fastest depends on what its rounds cost.",
     )

@@ -4,8 +4,8 @@ For the notebook on classic speculative decoding.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -112,6 +112,36 @@ def draw_step(
     )
 
 
+Step = Callable[[StrategyParams, DecodeState], tuple[DecodeState, StepInfo]]
+"""The step of a strategy, compiled."""
+
+
+class Walked(NamedTuple):
+    """A step that was taken, and the states before and after it."""
+
+    before: DecodeState
+    info: StepInfo
+    after: DecodeState
+
+
+def walk(
+    step: Step, params: StrategyParams, state: DecodeState, num: int
+) -> list[Walked]:
+    """Takes steps one after another and keeps every state on the way."""
+    walked = []
+    for _ in range(num):
+        after, info = step(params, state)
+        walked.append(Walked(state, info, after))
+        state = after
+    return walked
+
+
+def first_refusal(walked: Sequence[Walked]) -> Walked:
+    """The first step in which a draft token was refused; without any, the first."""
+    refused = [w for w in walked if int(w.info.num_judged[0] - w.info.num_accepted[0])]
+    return (refused or walked)[0]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Futures:
     """Steps from one and the same state, with noise of their own each."""
@@ -124,7 +154,7 @@ class Futures:
 
 
 def futures(
-    step: Callable[[StrategyParams, DecodeState], tuple[DecodeState, StepInfo]],
+    step: Step,
     params: StrategyParams,
     state: DecodeState,
     seeds: Iterable[int],
@@ -210,3 +240,13 @@ def law_test(
     uniform = np.random.default_rng(0).random(len(tokens))
     values = statistics.pit_values(np.minimum(below[at], 1.0), chance, uniform)
     return statistics.kolmogorov_smirnov(values)
+
+
+def law_tests(found: Futures, plain: Generated) -> Table:
+    """`law_test` of what was said and of what was drafted, a row each."""
+    rows = []
+    for of in ("emitted", "drafted"):
+        test = law_test(found, plain, of=of)
+        rows.append((of, test.n, test.statistic, test.threshold, test.passed))
+    titles = ("tokens", "how many", "distance", "at most", "follow the target")
+    return Table(titles, rows, "Kolmogorov-Smirnov; false alarms: 1 in 10,000")
