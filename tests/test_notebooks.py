@@ -136,7 +136,7 @@ assert [a.tokens for a in ignorant] == [a.tokens for a in runs[3]]
     "04_eagle_trees": """
 assert certificate.passed
 assert answer.column("draft") == ("chain of 4", "tree of 8", "tree of 16")
-assert answer.row("tree of 16")["nodes read"] == 17
+assert 9 < answer.row("tree of 16")["nodes read"] <= 17
 chain, small, large = answer.column("tokens per step")
 assert large > chain
 nodes = course.tree_of(runs["tree of 16"], step)

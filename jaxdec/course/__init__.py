@@ -96,6 +96,7 @@ from jaxdec.course.serving import (
     length_table,
     sweep_table,
 )
+from jaxdec.course.tiny import untrained
 from jaxdec.course.trees import (
     best_step,
     draw_shapes,
@@ -103,7 +104,6 @@ from jaxdec.course.trees import (
     shape_table,
     tree_of,
 )
-from jaxdec.course.untrained import untrained
 from jaxdec.course.verifying import (
     Futures,
     Walked,

@@ -17,7 +17,7 @@ import jax
 
 from jaxdec import console, load_run, prompts
 from jaxdec.course.display import Table
-from jaxdec.course.untrained import tiny_model, untrained
+from jaxdec.course.tiny import tiny_model, untrained
 from jaxdec.lm import LM, load
 from jaxdec.strategies import StrategyConfig, resolve
 from jaxdec.traffic import Traffic
