@@ -110,8 +110,9 @@ sampled = jaxdec.generate(
 course.compare_answers(sampled, temperatures)
 
 # %% [markdown]
-# *Repetition* is the share of 4-grams that occurred before: small models go in circles
-# when they are greedy. *Perplexity* says how surprised the model is by what was said.
+# *Repetition* is the share of 4-grams that occurred before: small models often go
+# in circles when they are greedy. *Perplexity* says how surprised the model is by what
+# was said; its axis is logarithmic.
 
 # %%
 answer = course.sampling_table(sampled, temperatures)

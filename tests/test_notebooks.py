@@ -94,7 +94,8 @@ BEFORE = """
 import numpy as np
 
 def path(parents, node):
-    return set() if node == 0 else {parents[node - 1]} | path(parents, parents[node - 1])
+    above = parents[node - 1]
+    return {above} | path(parents, above) if node else set()
 """
 """What answers may use."""
 

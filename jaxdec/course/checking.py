@@ -15,18 +15,15 @@ class WrongAnswer(AssertionError):
     """An answer that is not right yet; the message says what to look at."""
 
 
-def judge(answer: Any, is_right: Callable[[Any], bool], hint: str, why: str) -> bool:
+def judge(answer: Any, is_right: Callable[[Any], bool], hint: str, why: str) -> None:
     """Says what an answer is worth.
-
-    Returns:
-        Whether it is right; False also where there is none.
 
     Raises:
         WrongAnswer: it is wrong, or cannot be looked at.
     """
     if answer is None:
         print("Not answered yet. Put your answer in the place of None.")
-        return False
+        return
     try:
         found = bool(is_right(answer))
     except (TypeError, ValueError) as error:
@@ -34,7 +31,6 @@ def judge(answer: Any, is_right: Callable[[Any], bool], hint: str, why: str) -> 
     if not found:
         raise WrongAnswer(f"Not yet, with {_short(answer)}. {hint}")
     print(f"Right. {why}")
-    return True
 
 
 def _short(answer: Any) -> str:

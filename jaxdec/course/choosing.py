@@ -103,7 +103,7 @@ def draw_reads(reads: Table) -> Picture:
     axes.set_yscale("log")
     axes.set_xlabel("step")
     axes.set_ylabel("megabytes")
-    axes.legend()
+    axes.legend(loc="center right")
     return Picture(figure, "bytes of a step: weights, keys and values read, written")
 
 
@@ -145,7 +145,8 @@ def draw_sampling(table: Table) -> Picture:
         axes.plot(temperatures, table.column(title), "o-", color=colour)
         axes.set_xlabel("temperature")
         axes.set_ylabel(title)
-        axes.set_ylim(bottom=0)
+    panels[0].set_ylim(0, 1)
+    panels[1].set_yscale("log")
     return Picture(figure, "repetition and perplexity by temperature")
 
 

@@ -21,7 +21,7 @@ from jaxdec.types import DecodeState, StepInfo
 # ---- 01: greedy and sampling ---------------------------------------------------------
 
 
-def check_temperature(law: Callable[[np.ndarray, float], Any]) -> bool:
+def check_temperature(law: Callable[[np.ndarray, float], Any]) -> None:
     """``law(logits, temperature)``: the probabilities from which a token is drawn."""
     logits = np.array([2.0, 1.0, 0.0, -1.0])
     for temperature in (1.0, 0.5, 2.0):
@@ -30,7 +30,7 @@ def check_temperature(law: Callable[[np.ndarray, float], Any]) -> bool:
         is_right = agrees(found, wanted)
         if not is_right:
             break
-    return judge(
+    judge(
         found,
         lambda answer: is_close(answer, wanted),
         f"At temperature {temperature}, logits {logits.tolist()} should give "
@@ -44,10 +44,10 @@ def check_temperature(law: Callable[[np.ndarray, float], Any]) -> bool:
 TOP_P_LAW = (0.5, 0.25, 0.15, 0.06, 0.04)
 
 
-def check_top_p(answer: int | None) -> bool:
+def check_top_p(answer: int | None) -> None:
     """How many tokens of `TOP_P_LAW` does top_p = 0.8 keep?"""
     kept = int(np.sum(_law(np.log(TOP_P_LAW), temperature=1.0, top_p=0.8) > 0))
-    return judge(
+    judge(
         answer,
         lambda found: is_close(found, kept),
         f"Add up {TOP_P_LAW} from the likeliest on, until the sum is at least 0.8.",
@@ -56,9 +56,9 @@ def check_top_p(answer: int | None) -> bool:
     )
 
 
-def check_kv_bytes(lm: LM, answer: int | None) -> bool:
+def check_kv_bytes(lm: LM, answer: int | None) -> None:
     """Bytes that one token leaves in the KV cache of a model."""
-    return judge(
+    judge(
         answer,
         lambda found: int(found) == lm.kv_bytes_per_token,
         f"Keys and values, of {lm.config.num_layers} layers, with "
@@ -82,10 +82,10 @@ _P = np.array([0.5, 0.3, 0.15, 0.05], np.float32)
 _Q = np.array([0.3, 0.5, 0.0, 0.2], np.float32)
 
 
-def check_acceptance_probability(chance: Callable[[Any, Any], Any]) -> bool:
+def check_acceptance_probability(chance: Callable[[Any, Any], Any]) -> None:
     """``chance(p, q)``: how often a draft token of q is kept, where p is wanted."""
     found = chance(_P, _Q)
-    return judge(
+    judge(
         found,
         lambda answer: is_close(answer, np.minimum(_P, _Q).sum()),
         f"Token x is drafted with q(x) and kept with min(1, p(x) / q(x)); the product "
@@ -96,7 +96,7 @@ def check_acceptance_probability(chance: Callable[[Any, Any], Any]) -> bool:
     )
 
 
-def check_residual(residual: Callable[[Any, Any], Any]) -> bool:
+def check_residual(residual: Callable[[Any, Any], Any]) -> None:
     """``residual(p, q)``: the law of the token that replaces a refused draft."""
     found = residual(_P, _Q)
     rest = np.maximum(_P - _Q, 0)
@@ -110,7 +110,7 @@ def check_residual(residual: Callable[[Any, Any], Any]) -> bool:
                 "Drawing again from p says tokens that q likes too often, because "
                 f"those were kept already. {hint}"
             )
-    return judge(
+    judge(
         found,
         lambda answer: is_close(answer, wanted),
         hint,
@@ -119,11 +119,11 @@ def check_residual(residual: Callable[[Any, Any], Any]) -> bool:
     )
 
 
-def check_rollback(answer: int | None, info: StepInfo, after: DecodeState) -> bool:
+def check_rollback(answer: int | None, info: StepInfo, after: DecodeState) -> None:
     """Cache entries that a step wrote for anchor and draft, and that do not count."""
     wrote = int(info.num_drafted[0]) + 1
     wasted = wrote - int(info.num_emitted[0])
-    return judge(
+    judge(
         answer,
         lambda found: int(found) == wasted,
         f"The target read the anchor and {wrote - 1} draft tokens, so it wrote {wrote} "
@@ -138,7 +138,7 @@ def check_rollback(answer: int | None, info: StepInfo, after: DecodeState) -> bo
 # ---- 03: native MTP ------------------------------------------------------------------
 
 
-def check_expected_tokens(expected: Callable[[Sequence[float]], Any]) -> bool:
+def check_expected_tokens(expected: Callable[[Sequence[float]], Any]) -> None:
     """``expected(given)``: tokens of a step, on average, from conditional acceptance.
 
     Entry i of ``given`` is the probability that draft token i is accepted, given that
@@ -148,7 +148,7 @@ def check_expected_tokens(expected: Callable[[Sequence[float]], Any]) -> bool:
         found, wanted = expected(given), expected_tokens(given, len(given))
         if not agrees(found, wanted):
             break
-    return judge(
+    judge(
         found,
         lambda answer: is_close(answer, wanted),
         f"For {given} it should be {wanted:.3g}: the target's own token is certain; "
@@ -158,10 +158,10 @@ def check_expected_tokens(expected: Callable[[Sequence[float]], Any]) -> bool:
     )
 
 
-def check_acceptance_length(answer: float | None, outputs: Outputs) -> bool:
+def check_acceptance_length(answer: float | None, outputs: Outputs) -> None:
     """Tokens of a step on average, had no answer been cut at its end."""
     found = evidence_of(outputs)
-    return judge(
+    judge(
         answer,
         lambda given: abs(float(given) - found.acceptance_length) < 0.01,
         f"{found.num_accepted} draft tokens were accepted in {found.num_steps} steps, "
@@ -179,11 +179,11 @@ TREE_TARGET = ("the", "dog", "house", "sat", "barks", "is")
 """What the target says after each node, the anchor first."""
 
 
-def check_ancestors(mask: Callable[[Sequence[int]], Any]) -> bool:
+def check_ancestors(mask: Callable[[Sequence[int]], Any]) -> None:
     """``mask(parents)``: may node i attend node j? Node 0 is the anchor."""
     wanted = np.asarray(tree.ancestors(jnp.asarray(TREE_PARENTS, jnp.int32)))
     found = mask(list(TREE_PARENTS))
-    return judge(
+    judge(
         found,
         lambda answer: np.array_equal(np.asarray(answer, bool), wanted),
         f"For parents {list(TREE_PARENTS)} the mask is {len(wanted)} by {len(wanted)}. "
@@ -193,7 +193,7 @@ def check_ancestors(mask: Callable[[Sequence[int]], Any]) -> bool:
     )
 
 
-def check_tree_path(answer: Sequence[str] | None) -> bool:
+def check_tree_path(answer: Sequence[str] | None) -> None:
     """The words that a step emits, of the draft tree above."""
     words = sorted({*TREE_DRAFT, *TREE_TARGET})
     drafted, said = (
@@ -206,7 +206,7 @@ def check_tree_path(answer: Sequence[str] | None) -> bool:
     )
     nodes = [int(node) for node in path[: int(num) + 1]]
     wanted = [TREE_DRAFT[node - 1] for node in nodes[1:]] + [TREE_TARGET[nodes[-1]]]
-    return judge(
+    judge(
         answer,
         lambda found: [str(word) for word in found] == wanted,
         "Start at the anchor. If what the target says there is one of the children, go "

@@ -24,12 +24,12 @@ from jaxdec.scheduling import GAP_SLACK
 CONFIDENCE = (0.9, 0.8, 0.6, 0.95)
 
 
-def check_survival(survival: Callable[[Sequence[float]], Any]) -> bool:
+def check_survival(survival: Callable[[Sequence[float]], Any]) -> None:
     """``survival(confidence)``: how likely each token and all before it are kept."""
     rows = jnp.asarray([CONFIDENCE], jnp.float32)
     wanted = np.asarray(draft_length.survival(rows)[0])
     found = survival(list(CONFIDENCE))
-    return judge(
+    judge(
         found,
         lambda answer: is_close(answer, wanted),
         f"Of {CONFIDENCE} the first survives with 0.9, the second with 0.9 x 0.8, and "
@@ -39,13 +39,13 @@ def check_survival(survival: Callable[[Sequence[float]], Any]) -> bool:
     )
 
 
-def check_judged(answer: int | None) -> bool:
+def check_judged(answer: int | None) -> None:
     """How many tokens of `CONFIDENCE` are judged with a threshold of 0.5?"""
     rows = jnp.asarray([CONFIDENCE], jnp.float32)
     everything = jnp.asarray([len(CONFIDENCE)], jnp.int32)
     rule = draft_length.threshold(0.5)
     wanted = int(rule(rows, everything, jnp.asarray([True]))[0])
-    return judge(
+    judge(
         answer,
         lambda found: is_close(found, wanted),
         f"Compare the survival (the running product of {CONFIDENCE}) with 0.5, not the "
@@ -58,13 +58,13 @@ def check_judged(answer: int | None) -> bool:
 # ---- 06: proposal budget -------------------------------------------------------------
 
 
-def check_break_even(needed: Callable[[float, float, int], Any]) -> bool:
+def check_break_even(needed: Callable[[float, float, int], Any]) -> None:
     """``needed(round_ms, plain_ms, length)``: the acceptance rate that just pays."""
     for case in ((30.0, 20.0, 4), (66.0, 20.0, 2)):
         found, wanted = needed(*case), break_even_acceptance(*case)
         if not agrees(found, wanted):
             break
-    return judge(
+    judge(
         found,
         lambda answer: is_close(answer, wanted),
         f"A round of {case[0]:g} ms pays when it says {case[0]:g} / {case[1]:g} "
@@ -77,7 +77,7 @@ def check_break_even(needed: Callable[[float, float, int], Any]) -> bool:
 BUDGET = dict(draft_ms=2.0, verify_ms=30.0, plain_ms=28.0, given=0.7)
 
 
-def check_best_length(answer: int | None) -> bool:
+def check_best_length(answer: int | None) -> None:
     """The best draft length with the costs and the acceptance of `BUDGET`."""
 
     def per_token(k: int) -> float:
@@ -88,7 +88,7 @@ def check_best_length(answer: int | None) -> bool:
 
     wanted = min(range(13), key=per_token)
     near = {k: round(per_token(k), 2) for k in (1, 2, 3)}
-    return judge(
+    judge(
         answer,
         lambda found: is_close(found, wanted),
         f"Time per token is (k x {BUDGET['draft_ms']:g} + {BUDGET['verify_ms']:g}) / "
@@ -98,9 +98,9 @@ def check_best_length(answer: int | None) -> bool:
     )
 
 
-def check_own_best_length(answer: int | None, table: Table) -> bool:
+def check_own_best_length(answer: int | None, table: Table) -> None:
     """The draft length that `table` of your own run speaks for; 0 is to turn it off."""
-    return judge(
+    judge(
         answer,
         lambda found: is_close(found, best_length(table)),
         "Look for the smallest time per token in the table, plain decoding (length 0) "
@@ -112,10 +112,10 @@ def check_own_best_length(answer: int | None, table: Table) -> bool:
 # ---- 07: benchmark -------------------------------------------------------------------
 
 
-def check_choice(answer: str | None, comparison: Comparison) -> bool:
+def check_choice(answer: str | None, comparison: Comparison) -> None:
     """The strategy that the evidence of your own run speaks for."""
     best = comparison.advice.best
-    return judge(
+    judge(
         answer,
         lambda found: str(found) == best,
         "Leave out whoever is not certified as lossless. Of the rest take the least "
@@ -124,12 +124,12 @@ def check_choice(answer: str | None, comparison: Comparison) -> bool:
     )
 
 
-def check_most_tokens(answer: str | None, comparison: Comparison) -> bool:
+def check_most_tokens(answer: str | None, comparison: Comparison) -> None:
     """The strategy with most tokens per step in your own run."""
     rates = {
         label: found.tokens_per_step for label, found in comparison.evidence.items()
     }
-    return judge(
+    judge(
         answer,
         lambda found: rates.get(str(found)) == max(rates.values()),
         f"It is one of {', '.join(rates)}; look at the column tokens/step.",
@@ -143,14 +143,14 @@ WAITING = (100, 5, 20)
 """Tokens that each of three requests has to say."""
 
 
-def check_order(answer: Sequence[int] | None) -> bool:
+def check_order(answer: Sequence[int] | None) -> None:
     """In which order does one slot serve `WAITING` with the least mean latency?"""
 
     def mean_end(order: Sequence[int]) -> float:
         return float(np.mean(np.cumsum(order)))
 
     least = min(map(mean_end, itertools.permutations(WAITING)))
-    return judge(
+    judge(
         answer,
         lambda found: (
             sorted(found) == sorted(WAITING) and mean_end(list(found)) == least
@@ -162,10 +162,10 @@ def check_order(answer: Sequence[int] | None) -> bool:
     )
 
 
-def check_gap_bound(bound: Callable[[float, float], Any]) -> bool:
+def check_gap_bound(bound: Callable[[float, float], Any]) -> None:
     """``bound(chunk_ms, step_ms)``: the longest gap between tokens of a running one."""
     found = bound(64.0, 40.0)
-    return judge(
+    judge(
         found,
         lambda answer: 104.0 <= float(answer) <= 104.0 * GAP_SLACK + 1e-6,
         "A round reads at most one chunk of a new prompt, and then makes one step of "
@@ -175,12 +175,12 @@ def check_gap_bound(bound: Callable[[float, float], Any]) -> bool:
     )
 
 
-def check_percentile(p99: Callable[[Sequence[float]], Any]) -> bool:
+def check_percentile(p99: Callable[[Sequence[float]], Any]) -> None:
     """``p99(gaps)``: the gap that 99 of 100 gaps do not exceed."""
     gaps = np.concatenate([np.full(97, 10.0), [50.0, 60.0, 90.0]])
     np.random.default_rng(0).shuffle(gaps)
     found = p99(gaps.tolist())
-    return judge(
+    judge(
         found,
         lambda answer: 60.0 <= float(answer) <= 90.0,
         "Sort the gaps and look 99 % of the way up; the mean of these gaps is "

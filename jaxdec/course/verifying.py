@@ -190,6 +190,7 @@ def law_table(lm: LM, found: Futures, plain: Generated) -> Table:
         found: steps from the state before that token.
         plain: plain decoding's answer from there, with all its ``logprobs``.
     """
+    law = law_of(plain)
     rows = [
         (
             token_text(lm, token),
@@ -197,8 +198,14 @@ def law_table(lm: LM, found: Futures, plain: Generated) -> Table:
             found.drafted.count(token) / max(len(found.drafted), 1),
             found.emitted.count(token) / len(found.emitted),
         )
-        for token, chance in law_of(plain).items()
+        for token, chance in law.items()
     ]
+    others = [
+        sum(token not in law for token in tokens) / max(len(tokens), 1)
+        for tokens in (found.drafted, found.emitted)
+    ]
+    if any(others):
+        rows.append(("others", max(1 - sum(law.values()), 0.0), *others))
     return Table(("token", "target", "drafted", "emitted"), rows)
 
 
