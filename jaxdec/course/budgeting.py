@@ -24,6 +24,7 @@ from jaxdec.course.display import (
 from jaxdec.course.drafting import MARKS
 from jaxdec.planning.break_even import (
     Measured,
+    Number,
     break_even_acceptance,
     costs_at,
     expected_tokens,
@@ -73,7 +74,7 @@ def measure_budget(outputs: Outputs, plain: Outputs) -> Measured:
     )
 
 
-def budget_table(measured: Measured, plain_tpot_ms: float) -> Table:
+def budget_table(measured: Measured, plain_tpot_ms: Number) -> Table:
     """By draft length: expected tokens, time of a round, and what remains of it."""
     predicted = {0: plain_tpot_ms} | predict_tpot(measured)
     rows = []
@@ -90,7 +91,7 @@ def best_length(table: Table) -> int:
     return int(min(table.rows, key=lambda row: row[3])[0])
 
 
-def break_even_table(runs: Mapping[str, Measured], plain_tpot_ms: float) -> Table:
+def break_even_table(runs: Mapping[str, Measured], plain_tpot_ms: Number) -> Table:
     """What acceptance each strategy needs, what it has, and what follows."""
     rows = []
     for label, measured in runs.items():
@@ -142,7 +143,7 @@ def draw_budget(tables_by_name: Mapping[str, Table]) -> Picture:
     return Picture(figure, "expected tokens and net benefit by draft length")
 
 
-def draw_break_even(measured: Measured, plain_tpot_ms: float) -> Picture:
+def draw_break_even(measured: Measured, plain_tpot_ms: Number) -> Picture:
     """Net benefit by draft length and acceptance, with this machine's costs.
 
     The line is break-even: below it drafting is a loss. The point is the measured run.

@@ -13,6 +13,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxdec import measure
 from jaxdec.evidence import Evidence
 from jaxdec.report import timeline
@@ -209,7 +211,7 @@ def evidence_of(outputs: Outputs) -> Evidence:
     return measure.evidence(outputs.run, outputs.items, with_costs=False)
 
 
-def token_text(lm: Any, token: int) -> str:
+def token_text(lm: Any, token: int | np.integer) -> str:
     """A token for a picture: spaces and line ends are seen."""
     text = lm.tokenizer.token_bytes(int(token)).decode("utf-8", "replace")
     return text.replace("\n", "↵").replace(" ", "␣").replace("$", r"\$") or "·"

@@ -69,7 +69,7 @@ def check_kv_bytes(lm: LM, answer: int | None) -> None:
     )
 
 
-def _law(logits: Sequence[float], **options: Any) -> np.ndarray:
+def _law(logits: Any, **options: Any) -> np.ndarray:
     """What the library samples from."""
     params = sampling.make_sampling_params(1, **options)
     rows = jnp.asarray(logits, jnp.float32)[None, None]
@@ -102,14 +102,13 @@ def check_residual(residual: Callable[[Any, Any], Any]) -> None:
     rest = np.maximum(_P - _Q, 0)
     wanted = np.asarray(acceptance.residual(jnp.asarray(_P), jnp.asarray(_Q)))
     hint = "What min(p, q) leaves out of p is max(p - q, 0); make its sum 1."
-    if found is not None and np.shape(found) == _P.shape:
-        if is_close(found, rest):
-            hint = "Nearly: these are the right parts, but their sum is not 1."
-        elif is_close(found, _P):
-            hint = (
-                "Drawing again from p says tokens that q likes too often, because "
-                f"those were kept already. {hint}"
-            )
+    if agrees(found, rest):
+        hint = "Nearly: these are the right parts, but their sum is not 1."
+    elif agrees(found, _P):
+        hint = (
+            "Drawing again from p says tokens that q likes too often, because those "
+            f"were kept already. {hint}"
+        )
     judge(
         found,
         lambda answer: is_close(answer, wanted),

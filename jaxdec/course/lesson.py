@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from jaxdec import console, load_run, prompts
+from jaxdec.counts import Number
 from jaxdec.course.display import Table
 from jaxdec.course.tiny import tiny_model, untrained
 from jaxdec.lm import LM, load
@@ -116,7 +117,7 @@ class Lesson:
         config = resolve(name, changes.pop("length", None), self.lm)
         return dataclasses.replace(config, **changes)
 
-    def setup(self, rate: float = 1.0, **changes: Any) -> load_run.Setup:
+    def setup(self, rate: Number = 1.0, **changes: Any) -> load_run.Setup:
         """A load of this size for `jaxdec.load_run`.
 
         Args:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxdec import load_run, speculation
+from jaxdec.counts import Number
 from jaxdec.course.display import LINES, Picture, Table, canvas
 from jaxdec.course.drafting import MARKS
 from jaxdec.latency import Objective, Record
@@ -30,7 +31,7 @@ def capacity(setup: load_run.Setup, profile: Profile) -> float:
     return float(1 / (tokens / rate + chunks * profile.costs.chunk_s))
 
 
-def at_rate(setup: load_run.Setup, rate: float) -> load_run.Setup:
+def at_rate(setup: load_run.Setup, rate: Number) -> load_run.Setup:
     """The same load, with so many requests per second."""
     return dataclasses.replace(
         setup, traffic=dataclasses.replace(setup.traffic, rate=rate)
@@ -146,7 +147,7 @@ def sweep_table(sweep: Sequence[Report]) -> Table:
     return Table(titles, rows, "on the simulated clock, with the measured costs")
 
 
-def draw_sweep(sweep: Sequence[Report], bound_ms: float | None = None) -> Picture:
+def draw_sweep(sweep: Sequence[Report], bound_ms: Number | None = None) -> Picture:
     """Throughput, TTFT and P99 gap over the load, a curve a kind of drafting."""
     figure, panels = canvas(3, width=11.0)
     keys = ("throughput_tokens_per_s", "ttft_ms", "p99_token_gap_ms")
@@ -159,9 +160,9 @@ def draw_sweep(sweep: Sequence[Report], bound_ms: float | None = None) -> Pictur
     for axes, name in zip(panels, names, strict=True):
         axes.set_xlabel("requests per second")
         axes.set_ylabel(name)
-        axes.set_ylim(bottom=0)
+    panels[0].set_ylim(bottom=0)
     panels[1].set_yscale("log")
-    panels[1].set_ylim(auto=True)
+    panels[2].set_ylim(bottom=0)
     if bound_ms is not None:
         panels[2].axhline(bound_ms, color="black", linestyle="--", label="bound")
     panels[2].legend()

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxdec.counts import Number
 from jaxdec.course.display import (
     COLOURS,
     LINES,
@@ -87,7 +88,9 @@ def draw_tree(outputs: Outputs, step: int, row: int = 0) -> Picture:
     )
 
 
-def _node(axes: Any, x: float, y: float, text: str, colour: str, is_own: bool = False):
+def _node(
+    axes: Any, x: Number, y: Number, text: str, colour: str, is_own: bool = False
+) -> None:
     axes.annotate(
         text,
         (x, y),
