@@ -38,9 +38,9 @@ lm = lesson.lm
 lesson
 
 # %% [markdown]
-# ## Drafts of one, three and five tokens
+# ## Drafts of two and of five tokens
 #
-# The first draft token uses the module once, the fifth five times in a row.
+# For the first draft token the module runs once, for the fifth five times in a row.
 
 # %%
 runs = {
@@ -51,7 +51,7 @@ runs = {
         draft_length=length,
         max_new_tokens=lesson.max_new_tokens,
     )
-    for length in (1, 3, 5)
+    for length in (2, 5)
 }
 course.counts_table(runs)
 
@@ -74,11 +74,11 @@ course.native_table(runs[5])
 # same (up to the rounding of nearly equal tokens): drafts are suggestions.
 
 # %%
-blank = jaxdec.mtp(course.untrained(lm, "mtp"), length=3)
+blank = jaxdec.mtp(course.untrained(lm, "mtp"), length=5)
 ignorant = jaxdec.generate(
     lm, lesson.prompts, strategy=blank, max_new_tokens=lesson.max_new_tokens
 )
-course.counts_table({"the module": runs[3], "one without training": ignorant})
+course.counts_table({"the module": runs[5], "one without training": ignorant})
 
 # %% [markdown]
 # ## How far it sees
