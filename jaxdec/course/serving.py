@@ -160,11 +160,11 @@ def draw_sweep(sweep: Sequence[Report], bound_ms: Number | None = None) -> Pictu
     for axes, name in zip(panels, names, strict=True):
         axes.set_xlabel("requests per second")
         axes.set_ylabel(name)
+    if bound_ms is not None:
+        panels[2].axhline(bound_ms, color="black", linestyle="--", label="bound")
     panels[0].set_ylim(bottom=0)
     panels[1].set_yscale("log")
     panels[2].set_ylim(bottom=0)
-    if bound_ms is not None:
-        panels[2].axhline(bound_ms, color="black", linestyle="--", label="bound")
     panels[2].legend()
     return Picture(figure, "throughput, TTFT and P99 of token gaps over the load")
 
