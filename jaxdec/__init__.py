@@ -1,10 +1,19 @@
-"""jaxdec: every decoding strategy that matters for one request, chosen on evidence.
+"""Every decoding strategy that matters for one request, chosen on evidence.
 
-import jaxdec
+    import jaxdec
 
-lm = jaxdec.load("smollm2")
-out = jaxdec.generate(lm, "Why is the sky blue?", strategy="lookup")
-print(out[0].text, out.evidence.tokens_per_step)
+    lm = jaxdec.load("smollm2")
+    out = jaxdec.generate(lm, "Why is the sky blue?", strategy="lookup")
+    print(out[0].text, out.evidence.tokens_per_step)
+
+`load` a model, `generate` with a strategy, `certify` that it changed no token,
+`compare` several. `Server` decodes many requests at once. Underneath are pure
+functions: `speculative` makes a `Strategy` of a `Model`, a `Drafter` and an `AcceptFn`.
+
+Shapes in annotations use the same letters everywhere: B batch, P prompt, L token
+buffer, S cache slots, T tokens in this forward, K draft tokens, V vocabulary,
+F features, E model width, N layers, H query heads, G key/value heads, D head width,
+M list buckets. Lengths, limits and capacities are in tokens.
 """
 
 __version__ = "0.1.0"

@@ -188,6 +188,10 @@ def residual(p: Float[Array, "V"], q: Float[Array, "V"]) -> Float[Array, "V"]:
     """The law of the token that replaces a rejected one: norm(max(p - q, 0)).
 
     If nothing is left of p (a rejection then had probability zero, up to rounding), p.
+
+    Args:
+        p: the target's probabilities.
+        q: the drafter's.
     """
     rest = jnp.maximum(p - q, 0.0)
     mass = jnp.sum(rest)

@@ -35,11 +35,14 @@ class KVCache:
     """Keys and values of every layer, and how many entries of each row are live."""
 
     keys: tuple[Float[Array, "B G S D"], ...]
+    """One array a layer."""
     values: tuple[Float[Array, "B G S D"], ...]
+    """One array a layer."""
     length: Int[Array, "B"]
+    """Live entries of each row, one per token read."""
 
     def put(self, rows: tuple) -> "KVCache":
-        """Writes keys and values per layer, ``[B, G, T, D]``, to the tail."""
+        """Writes `rows`, a pair of ``[B, G, T, D]`` per layer, to the tail."""
         keys = [
             write_tail(k, r, self.length)
             for k, (r, _) in zip(self.keys, rows, strict=True)

@@ -145,18 +145,26 @@ class Certificate:
     """Proof, or refutation, that a strategy says what plain decoding says."""
 
     strategy: str
+    """Its name."""
     mode: Literal["greedy", "sampled", "law"]
     """Tokens compared at temperature 0, tokens compared with shared noise, or the
     distribution tested."""
     dtype: str
+    """Of the model's weights."""
     row_class: str
     """Which rows of a forward are bit-identical to each other, and which ran."""
     tolerance: float
+    """In logits: gaps below it are ties."""
     num_positions: int
+    """Emitted tokens that were compared."""
     ties: tuple[Mismatch, ...]
+    """Places where rounding may order two tokens either way."""
     divergences: tuple[Mismatch, ...]
+    """Places where the strategy is wrong."""
     ks: KSResult | None
+    """The test of the distribution, where there was one."""
     passed: bool
+    """Whether nothing diverged, and the test of the distribution passed."""
     reasons: tuple[str, ...]
     """Why it failed; empty if it passed."""
 

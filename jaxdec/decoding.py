@@ -197,7 +197,7 @@ def speculative(
 
 
 def autoregressive(model: Model, **kwargs) -> Strategy:
-    """Plain decoding: the speculative step whose draft is empty."""
+    """Plain decoding: `speculative` with no drafter, so the step's draft is empty."""
     return speculative(model, none(), **kwargs)
 
 

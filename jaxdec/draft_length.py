@@ -108,6 +108,12 @@ def best_budget(
 
     The search looks ahead, so it must not see the drafts it decides about: give it the
     confidences of an earlier step, and its result to `within_budget`.
+
+    Args:
+        confidence: of every draft token, a probability.
+        draft_length: how many were drafted.
+        is_active: rows that still run.
+        steps_per_second: as for `throughput`.
     """
     gain, theta = _visit(confidence, draft_length, is_active, steps_per_second)
     is_live = jnp.concatenate([jnp.ones(1, bool), gain.sorted > 0])

@@ -105,17 +105,23 @@ class Evidence(Counts, RunFacts):
     cache_length: int | None
     """Most live cache entries of a request at its end: one per token but the last."""
     finish_reasons: Mapping[str, int]
+    """How many requests ended for each reason."""
     exact_match: float | None
+    """Share of the requests whose tokens equal the reference's, from 0 to 1."""
     perplexity: float | None
+    """Of the output under the target, ``exp`` of the mean negative log-probability."""
     repetition_rate: float | None
     """Of 4-grams; see `statistics.repetition_rate`."""
     format_success_rate: float | None
+    """Share of the texts that have the format asked for, from 0 to 1."""
     distinct_outputs: int | None
+    """How many different outputs there are."""
     source: Mapping[str, Mapping[str, Any]]
     """What each of `sources` contributed; see `counts.count_by_source`."""
     calibration_error: float | None
     """Of the drafter's confidence; None where it has none. See `statistics`."""
     requests: tuple[RequestEvidence, ...]
+    """The same figures of each request, and its steps."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-valid values; a number that is not finite becomes None."""

@@ -46,14 +46,19 @@ class LM:
     """
 
     config: ModelConfig
+    """What the network is."""
     params: Params
+    """Its arrays, as `jaxdec.init_params` lays them out."""
     tokenizer: Tokenizer | None = None
+    """None: prompts are token ids, and answers have no text."""
     stop_tokens: tuple[int, ...] = ()
     """Tokens that end an answer unless a call says otherwise."""
     dtype: str = "float32"
     """Of the weights; activations and logits are float32."""
     cache_dtype: str = "float32"
+    """Of keys and values: float32 or bfloat16."""
     name: str = "model"
+    """What reports call it."""
     content_hash: str = ""
     """Names the weights."""
     strategies: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
@@ -90,7 +95,7 @@ class LM:
         )
 
     def program(self, key: ProgramKey) -> tuple[Program, bool]:
-        """The compiled program of a key, and whether it had to be compiled now."""
+        """The compiled program of a `key`, and whether it had to be compiled now."""
         if key in self.programs:
             return self.programs[key], False
         _ = self.row_classes  # Measured once, and no part of the compile time.

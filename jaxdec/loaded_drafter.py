@@ -86,18 +86,22 @@ class LoadedDrafter:
     """A drafter that is ready for its target; compared by identity."""
 
     family: Literal["eagle", "block", "mtp", "draft"]
+    """The network: EAGLE's, a block, MTP modules, or a small language model."""
     config: Any
     """Its normalised record: `EagleConfig`, `BlockConfig`, `MtpConfig`; or, of a small
     language model with the target's tables, `ModelConfig`."""
     own: Params = dataclasses.field(repr=False)
     """Its arrays; what it shares with the target is not among them."""
     name: str
+    """Where it was loaded from."""
     format: str
     """Who writes such files, in words."""
     facts: Mapping[str, Any] = dataclasses.field(repr=False)
     """Layout, taps, vocabulary, heads, choices: what ``jaxdec inspect`` shows."""
     dtype: str = "float32"
+    """Of its weights: the target's."""
     content_hash: str = ""
+    """Names its file."""
     card: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     """How it came to be, where that is known."""
     target: ModelConfig | None = dataclasses.field(default=None, repr=False)
@@ -229,6 +233,12 @@ class LoadedDrafter:
         cache_dtype: str = "float32",
     ) -> Drafter:
         """A drafter of trees, for the rule `match`.
+
+        Args:
+            shape: of the tree.
+            noise: whether it grows towards what the target will sample.
+            processor: the request's custom processor.
+            cache_dtype: of keys and values.
 
         Raises:
             ValueError: it is none that drafts token by token.

@@ -1,9 +1,9 @@
 """Many requests at once: submitted, streamed and cancelled while others run.
 
-server = jaxdec.Server(lm, "lookup", num_slots=8)
-tickets = [server.submit(prompt, max_new_tokens=64) for prompt in prompts]
-server.run()
-print(tickets[0].text, tickets[0].record.ttft_s)
+    server = jaxdec.Server(lm, "lookup", num_slots=8)
+    tickets = [server.submit(prompt, max_new_tokens=64) for prompt in prompts]
+    server.run()
+    print(tickets[0].text, tickets[0].record.ttft_s)
 
 A server has a number of slots on one compiled step (`jaxdec.batching`) and a policy
 that says whose turn it is (`jaxdec.scheduling`). With the rule ``match`` a request says
@@ -262,6 +262,9 @@ class Server:
 
         Returns:
             Whether there was anything to do.
+
+        Raises:
+            RuntimeError: a callback of a request called it.
         """
         if self._is_stepping:
             raise RuntimeError(

@@ -46,8 +46,10 @@ class StrategyConfig:
     """What all strategies share. `length` is K, the draft tokens a step at most."""
 
     name: str
+    """What reports and `LM.strategies` call it."""
     length: int = 0
     rule: Rule = "match"
+    """How drafts are judged; see `jaxdec.acceptance`."""
     draft: Any = None
     """The draft model, a loaded `LM`, or the `LoadedDrafter`, where there is one;
     compared by identity."""
@@ -99,7 +101,14 @@ class StrategyConfig:
     def build(
         self, lm: Any, processor: LogitsProcessor | None, min_rows: int
     ) -> tuple[Drafter, DrafterParams]:
-        """The drafter for a loaded model, and its arrays."""
+        """The drafter for a loaded model, and its arrays.
+
+        Args:
+            lm: the target.
+            processor: the request's custom processor, so that drafts follow it too.
+            min_rows: rows that a draft model's forwards are padded to; see
+                `jaxdec.types.Model.min_rows`.
+        """
         del lm, processor, min_rows
         return none(), DrafterParams(own=(), shared=())
 
@@ -256,7 +265,16 @@ def sample() -> StrategyConfig:
 
 
 def lookup(length: int = 6, *, min_ngram: int = 1, max_ngram: int = 4) -> LookupConfig:
-    """Prompt lookup of `length` tokens after a match of `min_ngram` or more."""
+    """Drafts what followed the last tokens earlier on; `jaxdec.drafters.lookup`.
+
+    Args:
+        length: K, draft tokens a step.
+        min_ngram: tokens that must stand again before anything is drafted.
+        max_ngram: tokens that are compared; the longest match wins.
+
+    Raises:
+        ValueError: a length below 1, or no ``1 <= min_ngram <= max_ngram``.
+    """
     return LookupConfig(
         name="lookup", length=length, min_ngram=min_ngram, max_ngram=max_ngram
     )
@@ -265,14 +283,38 @@ def lookup(length: int = 6, *, min_ngram: int = 1, max_ngram: int = 4) -> Lookup
 def self_draft(
     num_layers: int = 6, *, length: int = 4, rule: Rule = "match"
 ) -> SelfDraftConfig:
-    """Drafts with the target's first `num_layers` layers, its norm and its head."""
+    """Drafts with the target's first `num_layers` layers, its norm and its head.
+
+    Args:
+        num_layers: at most as many as the target has; checked when it is loaded.
+        length: K, draft tokens a step.
+        rule: ``"match"``, or ``"rejection"``, which accepts more at a temperature.
+
+    Raises:
+        ValueError: a length below 1, or an unknown rule.
+    """
     return SelfDraftConfig(
         name="self_draft", length=length, rule=rule, num_layers=num_layers
     )
 
 
-def draft_model(draft: Any, *, length: int = 4, rule: Rule = "match"):
-    """Drafts with another loaded model of the same tokenizer."""
+def draft_model(
+    draft: Any, *, length: int = 4, rule: Rule = "match"
+) -> DraftModelConfig:
+    """Drafts with another loaded model of the same tokenizer.
+
+    Speculative decoding as in Leviathan et al., arXiv 2211.17192, and Chen et al.,
+    arXiv 2302.01318.
+
+    Args:
+        draft: from `jaxdec.load`; smaller than the target.
+        length: K, draft tokens a step.
+        rule: ``"match"``, or ``"rejection"``, which accepts more at a temperature.
+
+    Raises:
+        ValueError: no loaded model, a length below 1, or an unknown rule. That the
+            tokenizers agree is checked when the strategy is used.
+    """
     return DraftModelConfig(name="draft_model", length=length, rule=rule, draft=draft)
 
 

@@ -33,6 +33,7 @@ class Generated:
     tokens: tuple[int, ...]
     """As emitted: a stop token, or the token that completed a stop string, is last."""
     finish_reason: str
+    """A `jaxdec.FinishReason` in lower case: ``stop_token``, ``length``, ..."""
     stop_token: int | None = None
     """The token that stopped it, for ``finish_reason == "stop_token"``."""
     logprobs: tuple[float, ...] | None = None
@@ -47,6 +48,7 @@ class Outputs(Sequence[Generated]):
     """The answers of a call, in order, and the evidence of how they came about."""
 
     items: tuple[Generated, ...]
+    """One answer per prompt."""
     run: "Run | None"
     """None if no tokens were asked for, so that no model ran."""
 
@@ -169,7 +171,9 @@ class Piece:
     """What a stream yields: text that is certain, and the tokens behind it."""
 
     text: str
+    """May be empty while a character or a stop string is incomplete."""
     tokens: tuple[int, ...]
+    """What was emitted since the last piece."""
     finish_reason: str | None = None
     """Set on the last piece."""
     origins: tuple[str, ...] = ()

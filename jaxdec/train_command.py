@@ -121,6 +121,12 @@ def train(
     start: Annotated[
         str | None, typer.Option(help="A drafter to go on with, in a new run.")
     ] = None,
+    until: Annotated[
+        int | None,
+        typer.Option(
+            help="Stop after so many steps, with a drafter; may go on later.", min=1
+        ),
+    ] = None,
     devices: Annotated[
         int, typer.Option(help="Split batches over so many devices.", min=1)
     ] = 1,
@@ -168,6 +174,7 @@ def train(
             features=features,
             mesh=mesh,
             progress=progress,
+            until=until,
             with_speed=speed,
             start=start,
         )

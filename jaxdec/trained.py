@@ -293,27 +293,74 @@ def trained(
 
 
 def mtp(drafter: LoadedDrafter, **options: Any) -> TrainedConfig:
-    """Multi-token-prediction modules; `options` are those of `trained`."""
+    """Drafts with the target's own multi-token-prediction modules, or published ones.
+
+    DeepSeek-V3, arXiv 2412.19437; MiMo, arXiv 2505.07608.
+
+    Args:
+        drafter: of kind ``mtp``.
+        **options: of `trained`.
+
+    Raises:
+        ValueError: another kind of drafter, or options that do not fit.
+    """
     return trained(_of_kind(drafter, "mtp"), **options)
 
 
 def eagle(drafter: LoadedDrafter, **options: Any) -> TrainedConfig:
-    """EAGLE-1/2; `options` are those of `trained`."""
+    """EAGLE-1, as a chain, or with ``tree=`` EAGLE-2's dynamic tree.
+
+    Li et al., arXiv 2401.15077 and 2406.16858.
+
+    Args:
+        drafter: of kind ``eagle``.
+        **options: of `trained`.
+
+    Raises:
+        ValueError: another kind of drafter, or options that do not fit.
+    """
     return trained(_of_kind(drafter, "eagle"), **options)
 
 
 def eagle3(drafter: LoadedDrafter, **options: Any) -> TrainedConfig:
-    """EAGLE-3, or P-EAGLE; `options` are those of `trained`."""
+    """EAGLE-3, as a chain or with ``tree=``; or P-EAGLE, which drafts all at once.
+
+    Li et al., arXiv 2503.01840; P-EAGLE, arXiv 2602.01469.
+
+    Args:
+        drafter: of kind ``eagle3`` or ``peagle``.
+        **options: of `trained`.
+
+    Raises:
+        ValueError: another kind of drafter, or options that do not fit.
+    """
     return trained(_of_kind(drafter, "eagle3", "peagle"), **options)
 
 
 def dflash(drafter: LoadedDrafter, **options: Any) -> TrainedConfig:
-    """DFlash blocks; `options` are those of `trained`."""
+    """DFlash: a block of masks filled in one pass (arXiv 2602.06036).
+
+    Args:
+        drafter: of kind ``dflash``.
+        **options: of `trained`.
+
+    Raises:
+        ValueError: another kind of drafter, or options that do not fit.
+    """
     return trained(_of_kind(drafter, "dflash"), **options)
 
 
 def dspark(drafter: LoadedDrafter, **options: Any) -> TrainedConfig:
-    """DSpark blocks; `options` are those of `trained`."""
+    """DSpark: a block, a Markov head, and a confidence (arXiv 2607.05147).
+
+    Args:
+        drafter: of kind ``dspark``.
+        **options: of `trained`; ``threshold=`` and ``steps_per_second=`` let the
+            confidence decide how much is judged.
+
+    Raises:
+        ValueError: another kind of drafter, or options that do not fit.
+    """
     return trained(_of_kind(drafter, "dspark"), **options)
 
 

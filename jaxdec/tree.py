@@ -5,7 +5,7 @@ token, not yet read); node i + 1 is draft token i, and ``parents[i]`` is the *no
 follows. Parents precede children, so node order is a topological order, a path read
 from the root has increasing node indices, and no other array needs to be stored.
 
-Written for one sequence; the caller vmaps. A worked example, used below::
+Written for one sequence; the caller vmaps. A worked example, used below:
 
     node      0   1   2   3          0 ── 1 ── 3
     parent    -   0   0   1          └─── 2
@@ -123,9 +123,15 @@ def keep_best(
 def keep(
     best: Int[Array, "n"], parents: Int[Array, "K"]
 ) -> tuple[Int[Array, "n"], Int[Array, "n"]]:
-    """Prunes a tree to these draft tokens, given in any order; see `keep_best`.
+    """Prunes a tree to these draft tokens; see `keep_best`.
 
-    The parent of a token kept must be the root, or be kept too.
+    Args:
+        best: indices of draft tokens, in any order. The parent of each must be the
+            root, or be kept too.
+        parents: of the tree to prune.
+
+    Returns:
+        As `keep_best`.
     """
     kept = jnp.sort(best)
     is_kept = jnp.zeros(parents.shape[0], bool).at[kept].set(True)

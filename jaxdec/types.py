@@ -92,6 +92,7 @@ class SamplingParams:
     bias_tokens: Int[Array, "B M"]
     """Token ids whose logits get a bias; -inf bans a token."""
     bias_values: Float[Array, "B M"]
+    """Added to these tokens' raw logits."""
     num_bias: Int[Array, "B"]
     """How many of the M entries are live."""
 
@@ -103,13 +104,16 @@ class Request:
     prompt: Int[Array, "B L"]
     """Prompt tokens, left-aligned in a buffer of the strategy's capacity."""
     prompt_length: Int[Array, "B"]
+    """Tokens of the prompt, at least 1."""
     max_new_tokens: Int[Array, "B"]
+    """The most tokens of the answer, the stop token among them."""
     max_draft_length: Int[Array, "B"]
     """At most this many draft tokens are judged a step; 0 is plain decoding."""
     stop_tokens: Int[Array, "B M"]
+    """Ids that end the answer; the first `num_stop_tokens` are live."""
     num_stop_tokens: Int[Array, "B"]
     key: Key[Array, "B"]
-    """One PRNG key per request; the row index never enters."""
+    """One PRNG key per request, never used up; the row index never enters."""
     sampling: SamplingParams
 
 
@@ -120,12 +124,14 @@ class Sequences:
     tokens: Int[Array, "B L"]
     """Prompt and committed tokens; entries at or past `length` are scratch."""
     length: Int[Array, "B"]
+    """Committed tokens, those of the prompt among them."""
     prompt_length: Int[Array, "B"]
     limit: Int[Array, "B"]
     """The length at which the row stops."""
     finish: Int[Array, "B"]
     """FinishReason."""
     max_draft_length: Int[Array, "B"]
+    """This and what follows is as in `Request`."""
     stop_tokens: Int[Array, "B M"]
     num_stop_tokens: Int[Array, "B"]
     key: Key[Array, "B"]
@@ -159,7 +165,9 @@ class Draft:
     """
 
     tokens: Int[Array, "B K"]
+    """Ids of the target's vocabulary, in range also past `length`."""
     parents: Int[Array, "B K"] | None = None
+    """The node that each token follows."""
     length: Int[Array, "B"]
     """Draft tokens at or past it are not judged."""
     log_probs: Float[Array, "B K V"] | None = None
@@ -217,10 +225,13 @@ class StepInfo:
     is_live: Bool[Array, "B"]
     """The row was running when the step began."""
     draft_tokens: Int[Array, "B K"]
+    """What was proposed; the first `num_drafted` were scored."""
     draft_parents: Int[Array, "B K"]
+    """Their parents; of a chain 0, 1, 2, ..."""
     draft_confidence: Float[Array, "B K"]
     """Zeros where the drafter has no confidence."""
     draft_source: Int[Array, "B"]
+    """Which of `Drafter.sources` proposed it; 0 where there is one."""
     path: Int[Array, "B T"]
     """Node indices, root first; for a tree, as many as its depth allows."""
     num_drafted: Int[Array, "B"]
@@ -235,7 +246,9 @@ class StepInfo:
     """Log-probability of each emitted token (zeros unless asked for), raw or processed
     as the strategy was built."""
     top_logprobs: Float[Array, "B T n"]
+    """Of the n likeliest tokens at each place, the likeliest first."""
     top_tokens: Int[Array, "B T n"]
+    """Their ids."""
     observed: Any = ()
     """What the strategy's `observe` function returned; for certificates."""
 
@@ -259,6 +272,7 @@ class StrategyParams:
     """The arrays of a strategy: the target's, and the drafter's."""
 
     target: Any
+    """What the target's `Model.forward` takes."""
     drafter: Any
     """Whatever the drafter's functions take: `DrafterParams`, or ``()`` if it has none.
     """
@@ -269,7 +283,9 @@ class DrafterParams:
     """A drafter's own weights, apart from the arrays that it shares with the target."""
 
     own: Any
+    """Arrays that only the drafter has; a pytree, or ``()``."""
     shared: Any
+    """The target's, as they are: nothing is copied."""
 
 
 @pytree

@@ -64,6 +64,7 @@ def pytest_configure(config):
 SLOW = (
     "tests/drafters/",
     "test_mesh.py",
+    "test_readme.py::test_the_server_and_the_certificate_run",
     "test_trained.py::test_every_name_gives_plain_decoding[0.7",
     "test_trained.py::test_a_certificate_of_a_tree",
     "test_trained.py::test_evidence_of_a_confidence",
@@ -74,7 +75,6 @@ SLOW = (
     "test_certify.py::test_exact_mode_adds_up_alike",
     "test_smollm2.py::test_exact_mode_covers",
     "test_smollm2.py::test_a_drafter_equal_to_the_target_is_always_right",
-    "test_smollm2.py::test_certificates_pass[0.0]",
     "test_smollm2.py::test_plain_and_drafted_greedy_say_the_reference[lookup]",
     "test_trained.py::test_every_name_gives_plain_decoding[0.0-eagle3-first_of]",
     "test_smollm2.py::test_chains_up_to_six_equal_plain_decoding_bit_for_bit[float32",
@@ -121,15 +121,66 @@ SLOW = (
     "test_batching.py::test_two_thousand",
     "test_compiled.py::test_tpu_program_stays_on_the_chip[widths]",
     "test_compiled.py::test_tpu_program_stays_on_the_chip[draft_model]",
+    "test_report_html.py::test_a_real_comparison",
+    "test_loads.py::test_the_real_server_and_the_simulated_clock_agree",
+    "test_batching.py::test_requests_say_what_they_say_alone[priority",
+    "test_prefixes.py::test_shared_beginnings_are_read_once_and_nothing_else_changes[sel",
+    "test_server.py::test_groups_of_a_strategy_are_told_apart",
+    "test_smollm2.py::test_certificates_pass",
+    "test_plan.py::test_a_drafter_reads_its_weights_once",
+    "test_plan.py::test_a_step_is_its_forwards[lookup",
+    "test_plan.py::test_a_step_is_its_forwards[greedy",
+    "test_plan.py::test_chips_share_the_work",
+    "test_trained.py::test_every_name_gives_plain_decoding[0.0-eagle3-eagle3_tree]",
+    "test_trained.py::test_every_name_gives_plain_decoding[0.0-dspark-dspark]",
+    "test_compare.py::test_batches_say_the_same",
+    "test_cache.py::test_decoding_across_a_block[255]",
+    "test_cache.py::test_decoding_across_a_block[257]",
+    "::test_training_says_what_drafting_says[eagle3]",
+    "::test_training_says_what_drafting_says[draft]",
+    "test_compiled.py::test_cpu_program_copies_no_cache_in_its_loop[dspark]",
+    "test_compiled.py::test_cpu_program_copies_no_cache_in_its_loop[lookup]",
+    "test_batching.py::test_requests_say_what_they_say_alone[first_come",
+    "test_eagle.py::test_end_to_end[drafters/e2e_deepspec_eagle3]",
+    "training/test_regenerate.py::test_a_store_begins_with_another",
+    "test_certify.py::test_lossless_strategies_pass[greedy",
+    "test_faults_sampling.py::test_b14_one_row_stops_and_the_others_go_on[0.0-61]",
+    "training/test_places.py::test_answers_that_fit_are_learned_whole[mtp]",
+    "training/test_places.py::test_answers_that_fit_are_learned_whole[draft]",
+    "test_attacks.py::test_certify_of_greedy_rows_beside_a_sampled_one",
+    "test_smollm2.py::test_logits_match_the_reference",
+    "test_plan.py::test_what_is_too_large_does_not_fit",
+    "::test_confidence_is_trained_as_it_is_served[dspark]",
+    "test_faults_sampling.py::test_b14_everything_banned",
+    "test_certify.py::test_lossless_strategies_pass[self_draft-False",
+    "test_acceptance.py::test_golden_filtered_chain",
+    "test_text.py::test_processed_logprobs_equal_a_teacher_forced_pass",
+    "test_decoder.py::test_b30_a_node_reads_its_root_path[llama",
+    "test_tree.py::test_random_trees_equal_a_walk[33]",
+    "golden/test_block.py::test_end_to_end[drafters/e2e_deepspec_dspark]",
+    "test_faults_runtime.py::test_b49_the_program_hardly_grows",
 )
 """What takes longest: ``-m slow`` runs it. Of drafters the golden cases stay, which
 drive the same functions round by round and through the engine; of training, the way
 from prompts to an exported drafter, by the command."""
 
+_LONGEST = """
+    test_contract.py test_notebooks.py test_smollm2.py test_decoder.py test_certify.py
+    test_text.py test_plan.py test_compare.py test_cli.py test_sampling.py
+    test_faults_sampling.py test_eagle.py test_acceptance.py test_block.py
+    test_trained.py test_faults_cache.py test_loads.py test_attacks.py
+"""
+LONGEST = {name: place for place, name in enumerate(_LONGEST.split())}
+"""Files in the order of what they take."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Keeps a file together: its tests share what they have compiled."""
+    """Keeps a file together: its tests share what they have compiled.
+
+    Those that take longest come first, so that no worker ends long after the other.
+    """
+    items.sort(key=lambda item: LONGEST.get(item.path.name, len(LONGEST)))
     for item in items:
         if any(name in item.nodeid for name in SLOW):
             item.add_marker(pytest.mark.slow)

@@ -22,6 +22,14 @@ REPORT = {
 CARD = {
     "target": {"name": "smollm2", "hash": "abc"},
     "recipe": Eagle3Recipe(steps=1200).to_dict(),
+    "earlier": [
+        {
+            "recipe": Eagle3Recipe(steps=900, seed=3).to_dict(),
+            "steps": 600,
+            "minutes": 20.0,
+            "tokens_read": 1_000_000,
+        }
+    ],
     "steps": 1200,
     "minutes": 58.4,
     "tokens_read": 3_456_789,
@@ -44,7 +52,8 @@ def test_a_card_has_what_is_known():
         "1,000,000 tokens",
         "gsm8k-train, math-train",
         "licences of the prompts: MIT",
-        "1,200 steps in 58 minutes, 3,456,789 tokens read",
+        "- 600 of 900 steps in 20 minutes, 1,000,000 tokens read (learning rate 0.004, "
+        "held for 40%, seed 3)\n- 1,200 of 1,200 steps in 58 minutes, 3,456,789",
         "`jaxdec train eagle3 --data answers --out run`",
         "| steps | 1200 |",
         "without decoding: 2.35, of those that are not repetitive 2.00",

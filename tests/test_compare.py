@@ -45,6 +45,12 @@ def one_at_a_time(monkeypatch):
     monkeypatch.setattr(bandwidth, "NUM_BYTES", 2**20)
 
 
+@pytest.fixture(scope="module")
+def compared():
+    """Where `report` keeps what it found."""
+    return {}
+
+
 @pytest.fixture
 def certify(monkeypatch):
     """A certificate that always passes, and what it was asked."""
@@ -73,7 +79,16 @@ def lm(tmp_path_factory):
 
 
 @pytest.fixture
-def report(lm, certify, tmp_path):
+def report(lm, certify, tmp_path, compared):
+    """One comparison for all tests that read it, and what certificates were asked."""
+    if not compared:
+        compared["report"] = written(lm, tmp_path)
+        compared["calls"] = certify.calls
+    certify.calls = compared["calls"]
+    return compared["report"]
+
+
+def written(lm, tmp_path):
     told = []
     strategies = [*STRATEGIES[:3], jaxdec.self_draft(1, length=3)]
     compare(

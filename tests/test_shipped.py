@@ -5,7 +5,7 @@ from test_trained import OPTIONS, PROMPTS, loaded
 
 import jaxdec
 from jaxdec.shipped import add_shipped
-from jaxdec.strategies import StrategyConfig
+from jaxdec.strategies import StrategyConfig, resolve
 
 
 def model(content_hash):
@@ -38,10 +38,7 @@ def test_a_target_has_the_strategies_of_its_drafters(tmp_path):
     out = jaxdec.generate(lm, PROMPTS, strategy="first_of", **OPTIONS)
     assert [item.tokens for item in out] == test_trained.plain("eagle3", 0.0)
     # The best by its card drafts, and it is read once for all its strategies.
-    chain, tree = (
-        jaxdec.generate(lm, PROMPTS[0], strategy=name, **OPTIONS).run.call.key.config
-        for name in ("eagle3", "eagle3_tree")
-    )
+    chain, tree = (resolve(name, None, lm) for name in ("eagle3", "eagle3_tree"))
     assert lm.strategies["first_of"].parts[1] is chain
     assert tree.draft is chain.draft and tree.tree == jaxdec.Tree()
     assert not isinstance(lm.strategies["mtp"], StrategyConfig)

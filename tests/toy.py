@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from example_drafter import last_successor
 
 from jaxdec import acceptance, decoding, sampling
 from jaxdec.cache import KVCache
@@ -384,6 +385,7 @@ def compiled(
 METHODS = (
     "plain",
     "lookup",
+    "example",
     "draft",
     "self",
     "first_layers",
@@ -414,6 +416,7 @@ def method(name: str, capacity: int = CAPACITY) -> Method:
     table = {
         "plain": lambda: (none(), {}, None),
         "lookup": lambda: (lookup(K, max_ngram=2), {}, None),
+        "example": lambda: (last_successor(K, VOCAB), {}, None),
         "draft": lambda: (
             draft_model(tiny_draft(), K),
             {"own": draft},

@@ -93,7 +93,14 @@ def dflash(
 
 
 def make_drafter(net: BlockNet, name: str, num: int, propose: Callable) -> Drafter:
-    """A block drafter with this way to propose."""
+    """A block drafter with this way to propose.
+
+    Args:
+        net: the network.
+        name: of the drafter.
+        num: K.
+        propose: as `jaxdec.types.Drafter.propose`.
+    """
 
     def init(batch_size: int, capacity: int) -> BlockState:
         return BlockState(cache=net.init_cache(batch_size, capacity))
@@ -116,6 +123,10 @@ def make_drafter(net: BlockNet, name: str, num: int, propose: Callable) -> Draft
 
 def check_length(net: BlockNet, length: int | None) -> int:
     """The number of draft tokens, checked against the block.
+
+    Args:
+        net: the network, whose block drafts K tokens at most.
+        length: how many are asked for; None is K.
 
     Raises:
         ValueError: it is not between 1 and K.

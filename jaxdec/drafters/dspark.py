@@ -127,6 +127,12 @@ def markov_start(net: BlockNet, params: DrafterParams, rows, anchor):
 
     In the "1 + N" layout the anchor's own row says nothing, but training ran the head
     over it, so a recurrent head has seen it.
+
+    Args:
+        net: the network.
+        params: its arrays.
+        rows: hidden states of the block, ``[B, T, E]``; that of the anchor is first.
+        anchor: the last committed token, ``[B]``.
     """
     head = net.markov(params)
     state = head.start(anchor.shape[0])
@@ -136,7 +142,16 @@ def markov_start(net: BlockNet, params: DrafterParams, rows, anchor):
 
 
 def block_drafter(net: BlockNet, length: int | None = None, **options) -> Drafter:
-    """`dflash` or `dspark`, whichever the network's heads ask for."""
+    """`dflash` or `dspark`, whichever the network's heads ask for.
+
+    Args:
+        net: the network.
+        length: draft tokens a step; None is all that a block has.
+        **options: of these two functions.
+
+    Raises:
+        ValueError: a length that a block does not have.
+    """
     config = net.config
     has_heads = config.markov != "none" or config.confidence != "none"
     return (dspark if has_heads else dflash)(net, length, **options)

@@ -75,6 +75,13 @@ def continuation(
 ) -> tuple[Int[Array, "num"], Int[Array, ""]]:
     """What followed the best earlier match of the last tokens, and how much to trust.
 
+    Args:
+        tokens: of one sequence; entries at or past `length` are scratch.
+        length: how many were said.
+        num: how many to propose.
+        min_ngram: fewest tokens of a match.
+        max_ngram: most tokens that are compared.
+
     Returns:
         `num` tokens, and `num` where a match was found, else 0.
 

@@ -77,7 +77,7 @@ def mtp(
 
 
 def check_length(num_modules: int, length: int) -> None:
-    """Raises for a draft length that the modules cannot share."""
+    """Raises ValueError for a draft `length` that `num_modules` cannot share."""
     if length < 1:
         raise ValueError(f"draft length is {length}; give at least 1")
     if length > num_modules and length % num_modules:
@@ -125,7 +125,17 @@ def module_chain(
     coupled: bool = True,
     processor: LogitsProcessor | None = None,
 ) -> Drafter:
-    """`mtp` for any number of modules; with one it drafts what `chain` does."""
+    """`mtp` for any number of modules; with one it drafts what `chain` does.
+
+    Args:
+        network: the modules.
+        length: K.
+        coupled: True for the rule `match`, False for `rejection`.
+        processor: the request's custom processor.
+
+    Raises:
+        ValueError: a length that the modules cannot share.
+    """
     config = network.config
     check_length(config.num_native_modules, length)
     num = min(config.num_native_modules, length)

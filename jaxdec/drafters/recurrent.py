@@ -121,7 +121,7 @@ def vocabulary_of(net: RecurrentNet, params: DrafterParams) -> Vocabulary | None
 def can_draft(
     net: RecurrentNet, state: RecurrentState, sequences: Sequences, depth: int
 ) -> Bool[Array, "B"]:
-    """Rows that have something to draft from, and positions left to draft at."""
+    """Rows that can draft `depth` tokens: from something, at positions that exist."""
     fits = sequences.length + depth <= net.max_positions
     return (state.cache.length > 0) & fits
 
@@ -218,7 +218,14 @@ def chain(
 def make_drafter(
     net: RecurrentNet, length: int, propose: Callable, max_depth: int | None = None
 ) -> Drafter:
-    """A recurrent drafter with this way to propose; `max_depth` is that of a tree."""
+    """A recurrent drafter with this way to propose.
+
+    Args:
+        net: the network.
+        length: K.
+        propose: as `jaxdec.types.Drafter.propose`.
+        max_depth: longest path of a tree, in tokens; None for a chain.
+    """
 
     def extend(params, state, commit):
         return extend_rows(net, params, state, commit)

@@ -64,7 +64,7 @@ class _Frontier:
 
 
 def most_nodes(depth: int, width: int) -> int:
-    """How many nodes growing looks at.
+    """How many nodes growing `depth` levels of `width` frontier nodes looks at.
 
     >>> most_nodes(1, 10), most_nodes(8, 10), most_nodes(5, 1)
     (10, 710, 5)
@@ -142,7 +142,7 @@ def recurrent_tree(
 def best_nodes(
     grown: Candidates, nodes: int
 ) -> tuple[Int[Array, "B n"], Int[Array, "B n"], Float[Array, "B n"]]:
-    """The best candidates in the order in which they grew: tokens, parents, scores.
+    """The best `nodes` of `grown`, in the order they grew: tokens, parents, scores.
 
     Among equals the earlier wins, and so a parent does against its child.
     """
@@ -170,6 +170,19 @@ def grow(
 
     Within a level candidates stand in the order of their parents in the frontier, and
     those of one parent with the likeliest first.
+
+    Args:
+        net: the network.
+        params: its arrays.
+        state: what the drafter remembers; its cache's tail is written.
+        sequences: committed tokens and sampling parameters.
+        depth: levels, in tokens.
+        width: nodes that are read together, and continuations looked at of each.
+        noise: whether to grow towards what the target will sample.
+        processor: the request's custom processor.
+
+    Raises:
+        ValueError: at trace time, a width above the drafter's vocabulary.
     """
     batch = sequences.length.shape[0]
     num_rows = (depth - 1) * width

@@ -39,6 +39,13 @@ def visible_slots(
 
     A live slot holds the token of its own position. A tail slot holds a token of this
     forward: visible by `mask`, or, when that is None, if it is not a later one.
+
+    Args:
+        first_slot: of the block.
+        length: live slots.
+        position: of the new tokens.
+        mask: ``mask[b, i, j]``: whether tail token i may attend tail token j.
+        window: positions that a token sees, its own counted; None is all.
     """
     num = position.shape[1]
     slot = first_slot + jnp.arange(BLOCK, dtype=jnp.int32)
@@ -76,6 +83,17 @@ def attend(
     """Attends every live entry and the allowed tail entries; softmax in float32.
 
     The tail of this forward must already be written at ``length .. length + T - 1``.
+
+    Args:
+        query: rotated, not scaled.
+        keys: the cache's.
+        values: the cache's.
+        length: live entries.
+        position: of the new tokens.
+        mask: as for `visible_slots`.
+        scale: of the scores.
+        window: as for `visible_slots`.
+        softcap: scores become ``tanh(score / softcap) * softcap``; None is no cap.
     """
     num = query.shape[1]
     query = _grouped(query, keys, scale)

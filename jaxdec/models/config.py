@@ -56,14 +56,22 @@ class ModelConfig:
     """A causal decoder. Hashable, so it can be closed over by a compiled program."""
 
     family: str
+    """Which published family it is of: ``llama``, ``qwen3``, ``gemma3``, ..."""
     vocab_size: int
+    """V: rows of the embedding."""
     hidden_size: int
+    """E: width of the residual stream."""
     intermediate_size: int
+    """Width of the MLP."""
     num_layers: int
     num_heads: int
+    """H: query heads."""
     num_kv_heads: int
+    """G: key/value heads; H is a multiple."""
     head_dim: int
+    """D: width of a head."""
     max_positions: int
+    """Longest sequence, prompt and output, in tokens."""
     norm_eps: float = 1e-6
     norm: Literal["rms", "layer"] = "rms"
     activation: Literal["silu", "gelu_tanh", "gelu", "relu"] = "silu"
@@ -73,21 +81,26 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    """Whether queries and keys have an RMS norm each, per head (Qwen3, Gemma 3)."""
     attention_gate: bool = False
     """What attention returns is multiplied by the sigmoid of a projection (Qwen3.5)."""
     sandwich_norms: bool = False
+    """Whether attention and MLP have a norm behind them, too (Gemma 3)."""
     embedding_scale: float = 1.0
+    """What embeddings are multiplied by (Gemma: ``hidden_size ** 0.5``)."""
     attention_scale: float | None = None
     """None is head_dim ** -0.5."""
     is_scaled_by_layer: bool = False
     """Whether layer i divides its attention scale by i + 1 (GPT-2)."""
     learned_positions: bool = False
+    """Added to the embeddings, in place of rotation (GPT-2)."""
     ropes: tuple[RopeConfig, ...] = (RopeConfig(),)
     layer_rope: tuple[int, ...] = ()
     """Per layer, an index into `ropes`; empty is 0 for all."""
     layer_windows: tuple[int | None, ...] = ()
     """Per layer, the sliding window (keys, own token counted); empty: none."""
     logit_softcap: float | None = None
+    """Logits become ``tanh(logits / cap) * cap``; None is no cap."""
     moe: MoeConfig | None = None
 
     def __post_init__(self):

@@ -135,10 +135,12 @@ class Eagle(nnx.Module):
         return self.norm(hidden) if self.config.output_norm == "head" else hidden
 
     def rotate(self, position):
+        """Cosine and sine of every position's angles."""
         body = self.config.layers
         return rotation(body.ropes[0], body.head_dim, position)
 
     def write(self, cache, hidden, tokens, position, shared):
+        """Reads T rows after the live entries, and writes them to the tail."""
         hidden, embedded = self.enter(hidden, tokens, shared)
         turned = self.rotate(position)
         keys, values = list(cache.keys), list(cache.values)
@@ -152,6 +154,7 @@ class Eagle(nnx.Module):
         return cache, self.finish(hidden)
 
     def read(self, cache, held, hidden, tokens, position, seen_from, shared):
+        """The same beside the cache, which stays as it is; see `EagleNetwork.read`."""
         hidden, embedded = self.enter(hidden, tokens, shared)
         turned = self.rotate(position)
         keys, values = list(held.keys), list(held.values)
@@ -169,6 +172,7 @@ class Eagle(nnx.Module):
         return (tuple(keys), tuple(values)), self.finish(hidden)
 
     def read_all(self, hidden, tokens, position, place, earlier, shared):
+        """Whole sequences at once, from nothing; for training."""
         hidden, embedded = self.enter(hidden, tokens, shared)
         turned = self.rotate(position)
         rows = []

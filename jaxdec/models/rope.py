@@ -14,7 +14,11 @@ from jaxdec.models.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Radians per position of each of the D/2 rotated pairs, float64."""
+    """Radians per position of each of the D/2 rotated pairs, float64.
+
+    Raises:
+        ValueError: a type of scaling that is not known.
+    """
     exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     base = rope.theta**-exponent
     if rope.kind == "default":

@@ -29,8 +29,7 @@ def markdown(card: Card) -> str:
         f"- data: {card['answer_tokens']:,} tokens that the target answered to prompts "
         f"of {', '.join(card['sources'])}",
         f"- licences of the prompts: {card['licences']}",
-        f"- {card['steps']:,} steps in {card['minutes']:.0f} minutes, "
-        f"{card['tokens_read']:,} tokens read",
+        *(_run(run) for run in (*card["earlier"], card)),
         f"- command: `{card['command']}`",
         "",
         *table(("recipe", ""), [(k, str(v)) for k, v in recipe.items()]),
@@ -63,6 +62,16 @@ def markdown(card: Card) -> str:
             ),
         ]
     return "\n".join(lines) + "\n"
+
+
+def _run(run: Mapping[str, Any]) -> str:
+    recipe = run["recipe"]
+    return (
+        f"- {run['steps']:,} of {recipe['steps']:,} steps in {run['minutes']:.0f} "
+        f"minutes, {run['tokens_read']:,} tokens read (learning rate "
+        f"{recipe['learning_rate']:g}, held for {recipe['hold']:.0%}, seed "
+        f"{recipe['seed']})"
+    )
 
 
 def acceptance(report: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:

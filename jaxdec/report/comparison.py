@@ -63,8 +63,11 @@ class Comparison:
     """What a comparison found."""
 
     model: Mapping[str, Any]
+    """Name, family, size, dtype and hash of the model."""
     settings: Mapping[str, Any]
+    """What all strategies had in common: options, prompts, device, notes."""
     entries: tuple[Entry, ...]
+    """The strategies, in the order in which they are reported."""
     evidence: Mapping[str, Evidence]
     """By label."""
     certificates: Mapping[str, Certificate]

@@ -73,7 +73,9 @@ def train(
     if features is not None:
         taps = objective.features.kept
         kept = keep_features(features, lm, store, taps, progress=progress)
-    begin = None if start is None else _begin(start, objective, lm)
+    begin, earlier = None, []
+    if start is not None:
+        begin, earlier = _begin(start, objective, lm)
     run = Run(
         objective,
         recipe,
@@ -90,13 +92,13 @@ def train(
     steps = [line for line in found.log if "loss" in line]
     card = {
         "target": {"name": lm.name, "hash": lm.content_hash},
+        "earlier": earlier,
         "recipe": recipe.to_dict(),
         "steps": found.step,
         "minutes": round(sum(line["seconds"] for line in steps) / 60, 2),
         "tokens_read": sum(line["tokens"] for line in steps),
         "answer_tokens": store.num_answer_tokens,
         "sources": np.unique(store.source).tolist(),
-        "start": None if start is None else str(start),
         "devices": 1 if mesh is None else mesh.shape.get(DATA, 1),
         "validation": found.validation,
     }
@@ -107,8 +109,12 @@ def train(
     return drafter, found
 
 
-def _begin(start: str | Path, objective: Objective, lm: Any) -> Any:
-    """The arrays of a drafter that is to be trained on.
+_RUN = ("recipe", "steps", "minutes", "tokens_read")
+"""What a card says of one run."""
+
+
+def _begin(start: str | Path, objective: Objective, lm: Any) -> tuple[Any, list]:
+    """The arrays of a drafter that is to be trained on, and the runs that made it.
 
     Raises:
         ValueError: it is another kind of network than the recipe's.
@@ -128,7 +134,11 @@ def _begin(start: str | Path, objective: Objective, lm: Any) -> Any:
             f"{start} says other tokens than those most frequent in this data; begin "
             "with the data that it was trained on, or train from nothing"
         )
-    return drafter.own
+    card = drafter.card
+    runs = list(card.get("earlier", ()))
+    if "recipe" in card:  # A published drafter does not say how it was made.
+        runs.append({key: card[key] for key in _RUN})
+    return drafter.own, runs
 
 
 def as_drafter(

@@ -62,8 +62,8 @@ def decoder(lm, strategy, capacity):
     return run
 
 
-def transformers_decoder(lm):
-    """The same for transformers, on the same weights in bf16."""
+def transformers_model(lm):
+    """The model as transformers runs it, on the same weights in bf16."""
     import numpy as np
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -92,7 +92,14 @@ def transformers_decoder(lm):
     }
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected
-    model = model.to(torch.bfloat16).eval()
+    return model.to(torch.bfloat16).eval()
+
+
+def transformers_decoder(lm):
+    """What `decoder` gives, for transformers."""
+    import torch
+
+    model = transformers_model(lm)
     ids = torch.tensor([call.encode(lm, PROMPT, None, None, 0)])
 
     def run():

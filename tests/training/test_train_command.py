@@ -43,10 +43,14 @@ def test_from_prompts_to_an_exported_drafter(tmp_path, capsys):
     drafter = jaxdec.load_drafter(facts["drafter"], lm)
     assert drafter.card["recipe"]["from_layers"] == [1]
     again = ("train", "draft", "--data", store, "--out", tmp_path / "again", *target)
-    again += ("--set", "steps=1", "--set", "batch_size=2", "--set", "from_layers=[1]")
-    again += ("--start", facts["drafter"])
+    again += ("--set", "steps=9", "--set", "batch_size=2", "--set", "from_layers=[1]")
+    again += ("--start", facts["drafter"], "--until", 1)
     code, out, err = run(capsys, *again)
     assert code == 0, err
+    card = jaxdec.load_drafter(json.loads(out)["drafter"], lm).card
+    assert card["steps"] == 1 and card["recipe"]["steps"] == 9
+    (earlier,) = card["earlier"]
+    assert earlier["steps"] == 3 and earlier["recipe"] == drafter.card["recipe"]
     before = json.loads((trained / "log.jsonl").read_text().splitlines()[-1])
     after = json.loads((tmp_path / "again" / "log.jsonl").read_text().splitlines()[0])
     assert after["validation"] == before["validation"]

@@ -1,0 +1,194 @@
+"""Many requests on the real model: what holds, and what it costs, within one run.
+
+    python tests/benchmarks/serving.py [alone] [gaps] [throughput] [--transformers]
+
+alone: 50 requests in random order of arrival, with cancels, mixed draft lengths,
+    temperatures and seeds, on servers of 1, 3 and 8 slots: every finished one says
+    what it says alone on the same server, token for token; all slots are free then.
+gaps: a stream of long prompts beside running requests: P99 and longest token gap, the
+    bound, and chunk and step times as they were measured before.
+throughput: greedy decoding of 8 prompts x 64 tokens (bf16, everything included, medians
+    of 5, in turns): one slot, 8 slots, and with ``--transformers`` (needs torch and
+    transformers) their batched ``generate`` on the same weights.
+
+Everything is warm and compilation is apart.
+"""
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+
+import jaxdec
+from jaxdec import call, measure
+from jaxdec.latency import summarise
+from jaxdec.prompts import builtin
+from jaxdec.scheduling import token_gap_bound
+
+REPEATS = 5
+NEW_TOKENS = 64
+LENGTH = 4
+
+
+def requests(num, rng):
+    """What 50 callers ask for."""
+    prompts = builtin()
+    return [
+        dict(
+            prompt=prompts[int(rng.integers(len(prompts)))].text,
+            max_new_tokens=int(rng.integers(4, 49)),
+            draft_length=int(rng.integers(0, LENGTH + 1)),
+            temperature=float(rng.choice([0.0, 0.7, 1.0])),
+            seed=int(rng.integers(2**31)),
+        )
+        for _ in range(num)
+    ]
+
+
+def alone(lm, num=50):
+    """Requests among others, and each by itself."""
+    for slots in (1, 3, 8):
+        rng = np.random.default_rng(slots)
+        asked = requests(num, rng)
+        server = jaxdec.Server(lm, jaxdec.lookup(LENGTH), num_slots=slots)
+        wait = rng.permutation(num)
+        begins = rng.integers(0, 4, num)  # Rounds between two arrivals.
+        ends = {int(i): int(rng.integers(30)) for i in range(num) if rng.random() < 0.2}
+        tickets = {}
+        for index, rounds in zip(wait, begins, strict=True):
+            tickets[index] = server.submit(**asked[index])
+            for _ in range(rounds):
+                server.step()
+            for other, ticket in tickets.items():
+                if len(ticket.tokens) >= ends.get(other, 10**9):
+                    server.cancel(ticket)
+        while server.step():
+            for other, ticket in tickets.items():
+                if len(ticket.tokens) >= ends.get(other, 10**9):
+                    server.cancel(ticket)
+        assert server.num_free_slots == slots
+        cancelled = equal = drafted = accepted = 0
+        for index, ticket in tickets.items():
+            by_itself = server.result(server.submit(**asked[index])).tokens
+            said = ticket.tokens
+            drafted += sum(b.num_drafted for b in ticket.record.bursts)
+            accepted += sum(b.num_accepted for b in ticket.record.bursts)
+            if ticket.finish_reason == "cancelled":
+                cancelled += 1
+                assert by_itself[: len(said)] == said, (slots, index)
+            else:
+                equal += by_itself == said
+        print(
+            f"alone: {slots} slots, {num} requests: {equal} of {num - cancelled} that "
+            f"finished say what they say alone, {cancelled} cancelled a part of it; "
+            f"{accepted} of {drafted} draft tokens accepted; all slots free"
+        )
+        assert equal == num - cancelled
+
+
+def gaps(lm):
+    """Long prompts while others run."""
+    for name, strategy in (("greedy", "greedy"), ("lookup", jaxdec.lookup(LENGTH))):
+        server = jaxdec.Server(lm, strategy, num_slots=4, max_length=1024)
+        costs = server.measure_costs(context=768)
+        bound = token_gap_bound(costs, shares=True)
+        rng = np.random.default_rng(0)
+        tickets = []
+        for _ in range(24):
+            ids = rng.integers(100, lm.config.vocab_size, 700).tolist()
+            tickets.append(server.submit(ids, max_new_tokens=96, stop_tokens=[]))
+        server.run()
+        found = summarise([ticket.record for ticket in tickets])
+        chunk, step = costs.chunk_s * 1e3, costs.longest_step_s * 1e3
+        print(
+            f"gaps: {name}, 24 prompts of 700 tokens, 4 slots: P50 "
+            f"{found.p50_token_gap_ms:.1f}, P99 {found.p99_token_gap_ms:.1f}, longest "
+            f"{found.max_token_gap_ms:.1f} ms; bound {bound * 1e3:.1f} ms = "
+            f"{bound * 1e3 / (chunk + step):.2f} x (chunk {chunk:.1f} + step "
+            f"{step:.1f}); P99 / step {found.p99_token_gap_ms / step:.2f}"
+        )
+
+
+def throughput(lm, with_transformers):
+    """Tokens per second of the same prompts."""
+    prompts = [prompt.text for prompt in builtin()[:8]]
+
+    def ours(slots):
+        server = jaxdec.Server(lm, "greedy", num_slots=slots, max_length=256)
+
+        def run():
+            asked = dict(max_new_tokens=NEW_TOKENS, stop_tokens=[])
+            tickets = [server.submit(prompt, **asked) for prompt in prompts]
+            server.run()
+            assert all(len(ticket.tokens) == NEW_TOKENS for ticket in tickets)
+
+        return run
+
+    runs = {"1 slot": ours(1), "8 slots": ours(8)}
+    if with_transformers:
+        runs["transformers"] = theirs(lm, prompts)
+    samples = {name: [] for name in runs}
+    for turn in range(REPEATS + 1):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            if turn:
+                samples[name].append(time.perf_counter() - started)
+    speed = {
+        name: len(prompts) * NEW_TOKENS / statistics.median(found)
+        for name, found in samples.items()
+    }
+    for name, found in speed.items():
+        print(
+            f"throughput: {name}: {found:.1f} tokens/s, 8 slots are "
+            f"{speed['8 slots'] / found:.2f} times as fast"
+        )
+
+
+def theirs(lm, prompts):
+    """The batch in transformers, padded on the left."""
+    import torch
+    from step_cost import transformers_model
+
+    model = transformers_model(lm)
+    ids = [call.encode(lm, prompt, None, None, 0) for prompt in prompts]
+    longest = max(map(len, ids))
+    padded = torch.tensor([[0] * (longest - len(row)) + list(row) for row in ids])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids])
+
+    def run():
+        with torch.inference_mode():
+            out = model.generate(
+                padded,
+                attention_mask=mask,
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                use_cache=True,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        assert out.shape == (len(prompts), longest + NEW_TOKENS)
+
+    return run
+
+
+def main():
+    """Prints what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", default=["alone", "gaps", "throughput"])
+    parser.add_argument("--transformers", action="store_true")
+    options = parser.parse_args()
+    lm = jaxdec.load("smollm2", dtype="bfloat16")
+    print(measure.versions())
+    for part in options.parts:
+        if part == "alone":
+            alone(lm)
+        elif part == "gaps":
+            gaps(lm)
+        else:
+            throughput(lm, options.transformers)
+
+
+if __name__ == "__main__":
+    main()
