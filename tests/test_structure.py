@@ -56,6 +56,7 @@ LEVELS = {
     9: (
         "cli",
         "console",
+        "course",
         "options",
         "plan_command",
         "show_command",

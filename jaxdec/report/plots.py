@@ -31,12 +31,13 @@ def plot(report: Record, folder: Path) -> list[Path]:
     written = []
     for figure in figures(report):
         path = folder / f"{figure.name}.png"
-        _draw(figure, path)
+        draw(figure).savefig(path, dpi=150, bbox_inches="tight")
         written.append(path)
     return written
 
 
-def _draw(figure: Figure, path: Path) -> None:
+def draw(figure: Figure) -> Any:
+    """A figure as a ``matplotlib.figure.Figure``, which has to be installed."""
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(6, 4))
@@ -49,7 +50,7 @@ def _draw(figure: Figure, path: Path) -> None:
     else:
         assert isinstance(figure, Points)
         _points(figure, axes)
-    canvas.savefig(path, dpi=150, bbox_inches="tight")
+    return canvas
 
 
 def _bars(figure: Bars, axes: Any) -> None:
