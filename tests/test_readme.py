@@ -76,8 +76,14 @@ def test_blocks_say_what_they_are():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_is_one(command):
     program, *words = shlex.split(command)
-    check = {"jaxdec": _jaxdec, "pip": _pip, "python": _python, "pdoc": _pdoc}[program]
-    check(words)
+    programs = {
+        "jaxdec": _jaxdec,
+        "jupyter": _jupyter,
+        "pdoc": _pdoc,
+        "pip": _pip,
+        "python": _python,
+    }
+    programs[program](words)
 
 
 def _jaxdec(words):
@@ -109,7 +115,8 @@ def _pip(words):
     for word in words[1:]:
         extra = re.fullmatch(r"\.(?:\[(\w+)\])?", word)
         if extra is None:
-            assert word == "libtpu" or re.fullmatch(r"jax\[\w+\]", word), word
+            known = word in ("jupyterlab", "libtpu")
+            assert known or re.fullmatch(r"jax\[\w+\]", word), word
         else:
             assert extra[1] is None or extra[1] in EXTRAS
 
@@ -122,6 +129,10 @@ def _python(words):
     source = (ROOT / words[0]).read_text()
     for word in words[1:]:
         assert not word.startswith("--") or f'"{word}"' in source, word
+
+
+def _jupyter(words):
+    assert words[0] == "lab" and list((ROOT / words[1]).glob("*.ipynb"))
 
 
 def _pdoc(words):
