@@ -133,8 +133,8 @@ all(is_repeated)
 # ## The answer
 #
 # One step reads all weights to choose one token. Greedy decoding takes the likeliest;
-# temperature, top-k and top-p change the law that a token is drawn from, not how long
-# a step takes.
+# temperature, top-k and top-p change the law that a token is drawn from. What a step
+# reads stays the same.
 
 # %%
 answer
@@ -142,8 +142,7 @@ answer
 # %% [markdown]
 # ## Exercises
 #
-# Put your answer in the place of `None`, and run the cell. A wrong answer is told what
-# to look at.
+# Put your answer in the place of `None`, and run the cell. A wrong answer gets a hint.
 #
 # **1.** Write the law at a temperature: probabilities from logits (a NumPy array).
 

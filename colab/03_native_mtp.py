@@ -62,8 +62,8 @@ course.show_tokens(runs[5])
 # ## Did the module really run?
 #
 # A backend that cannot run MTP modules may silently decode without them. Its answers
-# are right all the same, so only evidence tells: how many modules ran, how many draft
-# tokens were judged, which weights were used.
+# are right all the same, so only evidence tells: how many draft tokens were judged, and
+# how many of them accepted.
 
 # %%
 course.native_table(runs[5])
@@ -85,7 +85,7 @@ course.counts_table({"the module": runs[5], "one without training": ignorant})
 #
 # Two ways to count. On the left: how often draft token i was accepted *given* that the
 # one before it was. On the right: of all drafts. The right one is the product of the
-# left one, and so it can only fall.
+# left one (but for drafts that the end of an answer cuts), and so it can only fall.
 
 # %%
 course.draw_acceptance({"mtp": runs[5]})

@@ -62,8 +62,8 @@ course.show_tokens(runs["tree of 16"])
 #
 # The step of the first answer that accepted most. The *anchor* on the left is the last
 # token that was said. Green is the path that the target agreed with; red are branches
-# that it did not take. The dashed token is the target's own: a correction where the
-# tree had something else, a bonus where the tree ended.
+# that it did not take. The dashed token is the target's own: a bonus where the path is
+# as deep as the tree may be, a correction anywhere else.
 
 # %%
 step = course.best_step(runs["tree of 16"])
@@ -85,8 +85,8 @@ course.draw_tree(runs["tree of 16"], 0)
 # ## Wider, not only deeper
 #
 # A node at depth two can be accepted although the likeliest token at depth one was
-# wrong, because a sibling of it was right. So acceptance *by depth* is higher than a
-# chain's.
+# wrong, because a sibling of it was right. So *of all drafts* more are accepted down to
+# any depth than of a chain's (on the right).
 
 # %%
 course.draw_acceptance(runs)

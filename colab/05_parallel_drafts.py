@@ -72,8 +72,8 @@ course.costs_table(runs)
 #
 # DSpark's confidence is the probability that a token is accepted, given that the one
 # before it was. Multiplied up, it is the *survival*: the probability that the draft
-# gets so far. A drafter is *honest* if tokens with survival 0.7 survive 7 times of 10:
-# then its points lie on the diagonal.
+# gets so far. A drafter is *calibrated* if tokens with survival 0.7 survive 7 times of
+# 10: then its points lie on the diagonal.
 
 # %%
 reliability = course.reliability_table(runs["dspark"])

@@ -41,7 +41,7 @@ lesson
 # %% [markdown]
 # ## Three proposers
 #
-# *Lookup* copies what followed the last tokens earlier on, and costs nothing.
+# *Lookup* copies what followed the last tokens earlier on, and costs next to nothing.
 # *Self-drafting* uses the first layers of the target itself. *EAGLE-3* has been
 # trained. One prompt, so that times are those of a single request.
 
@@ -99,7 +99,7 @@ course.draw_break_even(measured["self_draft"], plain_ms)
 # %% [markdown]
 # ## The answer
 #
-# Draft as many tokens as the last one still pays for its part of the round. Where no
+# Make drafts longer as long as the next token brings more than it costs. Where no
 # length has a net benefit, turn drafting off.
 
 # %%

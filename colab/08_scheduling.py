@@ -62,7 +62,7 @@ course.draw_lengths(lengths)
 # device can carry.
 
 # %%
-most = course.capacity(setup, profile)
+most = course.max_rate(setup, profile)
 busy = course.at_rate(setup, most * 2 / 3)
 print(f"this device carries about {most:.2f} requests per second")
 
@@ -91,7 +91,8 @@ course.latency_table(runs, profile)
 # ## Whose turn is it?
 #
 # When more requests wait than there are slots, a *policy* says who is next. First come,
-# first served is fair; *shortest remaining* lets short answers pass.
+# first served is fair; *shortest remaining* lets short answers pass; *deadline* takes
+# the earliest deadline first (nobody has one here, so it is as the first).
 
 # %%
 crowd = course.at_rate(setup, most * 3)
@@ -121,8 +122,9 @@ course.draw_sweep(sweep, load_run.bound_ms(profile)[0])
 #
 # ## The answer
 #
-# Load lengthens the wait for a slot, not the gaps: chunks bound these. Drafts are worth
-# most at low load, and a scheduler that shortens them loses nothing at high load.
+# Load lengthens the wait for a slot without end; gaps grow only up to the bound, which
+# a chunk and a step decide. Drafts are worth most at low load, and a scheduler shortens
+# them when they are not.
 
 # %%
 answer = course.sweep_table(sweep)

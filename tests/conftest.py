@@ -158,12 +158,12 @@ SLOW = (
     "test_text.py::test_processed_logprobs_equal_a_teacher_forced_pass",
     "test_decoder.py::test_b30_a_node_reads_its_root_path[llama",
     "test_tree.py::test_random_trees_equal_a_walk[33]",
-    "golden/test_block.py::test_end_to_end[drafters/e2e_deepspec_dspark]",
     "test_faults_runtime.py::test_b49_the_program_hardly_grows",
 )
 """What takes longest: ``-m slow`` runs it. Of drafters the golden cases stay, which
-drive the same functions round by round and through the engine; of training, the way
-from prompts to an exported drafter, by the command."""
+drive the same functions round by round and, one of each kind, through the engine; of
+training, the way from prompts to an exported drafter, by the command; of the real
+model, that it says what the reference says, plainly and with drafts."""
 
 TOYS = """
     test_contract.py test_faults_engine.py test_faults_runtime.py

@@ -63,3 +63,10 @@ def test_a_card_has_what_is_known():
         "| eagle3 | 2.12 | 1.00 | 1.75 | 1.50 |",
     ):
         assert part in text
+
+
+def test_a_card_of_a_drafter_that_began_with_a_published_one():
+    begun = [{"format": "speculators", "hash": "def"}]
+    text = cards.markdown(CARD | {"earlier": begun, "acceptance": []})
+    assert "- begun from a drafter in the format speculators, `def`\n- 1,200 of" in text
+    assert "begun" not in cards.markdown(CARD | {"earlier": [], "acceptance": []})

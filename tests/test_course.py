@@ -161,10 +161,10 @@ def test_expected_tokens_of_all_drafts_are_those_that_were_measured():
     out = outputs("eagle3")
     found = course.evidence_of(out)
     table = course.expected_table(out, {4: out})
-    given = found.conditional_acceptance_by_position
-    lengths = range(len(table.rows))
-    assert table.column("expected") == tuple(expected_tokens(given, k) for k in lengths)
-    assert table.rows[-1][2] in (None, found.tokens_per_step)
+    given = [c or 0.0 for c in found.conditional_acceptance_by_position]
+    assert table.column("draft length") == (0, 1, 2, 3, 4)
+    assert table.column("expected") == tuple(expected_tokens(given, k) for k in range(5))
+    assert table.column("measured") == (None,) * 4 + (found.tokens_per_step,)
     assert course.draw_expected(table)._repr_png_().startswith(PNG)
     counts = course.counts_table({"a": out, "b": outputs("greedy")})
     assert counts.row("a")["tokens per step"] == found.tokens_per_step
@@ -289,7 +289,7 @@ PROFILE = Profile(
 
 def test_above_capacity_the_queue_grows():
     setup = lesson().setup()
-    most = course.capacity(setup, PROFILE)
+    most = course.max_rate(setup, PROFILE)
     waits = []
     for share in (0.3, 0.9, 3.0, 9.0):
         busy = course.at_rate(setup, share * most)

@@ -87,13 +87,13 @@ from jaxdec.course.later_exercises import (
 from jaxdec.course.lesson import SIZES, Lesson, Size, start
 from jaxdec.course.serving import (
     at_rate,
-    capacity,
     draw_gaps,
     draw_lengths,
     draw_requests,
     draw_sweep,
     latency_table,
     length_table,
+    max_rate,
     sweep_table,
 )
 from jaxdec.course.tiny import untrained
@@ -143,7 +143,6 @@ __all__ = [
     "best_step",
     "break_even_table",
     "budget_table",
-    "capacity",
     "certificate_table",
     "check_acceptance_length",
     "check_acceptance_probability",
@@ -199,6 +198,7 @@ __all__ = [
     "law_test",
     "law_tests",
     "length_table",
+    "max_rate",
     "measure_budget",
     "native_table",
     "open_strategy",

@@ -173,7 +173,11 @@ def draw_break_even(measured: Measured, plain_tpot_ms: Number) -> Picture:
         axes.contour(list(lengths), shares, benefit, levels=[0], colors="black")
     given = measured.conditional_acceptance_by_position
     if given:
-        axes.plot(measured.draft_length, float(np.mean(given)), "k*", markersize=12)
+        # The acceptance that, alike at every place, gives as many tokens.
+        longest = measured.draft_length
+        tokens = [expected_tokens([float(x)] * longest, longest) for x in shares]
+        alike = np.interp(expected_tokens(given, longest), tokens, shares)
+        axes.plot(longest, alike, "k*", markersize=12)
     axes.set_xlabel("draft length")
     axes.set_ylabel("acceptance, given the token before")
     axes.xaxis.get_major_locator().set_params(integer=True)

@@ -73,7 +73,7 @@ def plain_table(outputs: Outputs, row: int = 0) -> Table:
         ("steps", own.num_steps),
         ("time to first token, ms", own.ttft_s * 1000),
         ("time per token after it (TPOT), ms", own.tpot_ms),
-        ("KV cache entries at the end", found.cache_length),
+        ("KV cache entries at the end", own.prompt_length + own.output_length - 1),
         ("ended by", own.finish_reason),
     ]
     return Table(("what", "value"), rows)

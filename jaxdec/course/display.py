@@ -79,7 +79,7 @@ class Table:
             "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True))
             for line in lines
         ]
-        return "\n".join([line.rstrip() for line in told] + [self.caption] * 1).rstrip()
+        return "\n".join([line.rstrip() for line in told] + [self.caption]).rstrip()
 
     def _repr_html_(self) -> str:
         style = "text-align:left;padding:2px 12px 2px 0"

@@ -46,22 +46,20 @@ def counts_table(runs: Mapping[str, Outputs]) -> Table:
 
 
 def native_table(outputs: Outputs) -> Table:
-    """The proof that a drafter's modules ran: what a silent fallback would not show."""
+    """The evidence that a drafter drafted: what a silent fallback would not show."""
     found = evidence_of(outputs)
-    pairing = found.pairing
     rows = [
-        ("modules that ran", found.num_native_modules),
-        ("own parameters", pairing.get("own_parameters")),
+        ("modules of the drafter", found.num_native_modules),
+        ("own parameters", found.pairing.get("own_parameters")),
         ("draft tokens judged", found.num_judged),
         ("draft tokens accepted", found.num_accepted),
         ("drafter's state, bytes", found.drafter_state_bytes),
-        ("made for the target", str(pairing.get("target"))[:12] or "-"),
     ]
     return Table(("evidence", "value"), rows)
 
 
 def conditional(found: Evidence) -> tuple[float, ...]:
-    """How often draft token i was accepted when the one before it was; 0 where never.
+    """How often draft token i was accepted when the one before it was.
 
     Ends at the last position that was reached.
     """
@@ -98,6 +96,8 @@ def expected_table(longest: Outputs, measured: Mapping[int, Outputs]) -> Table:
         measured: by draft length, runs to hold against it.
     """
     given = conditional(evidence_of(longest))
+    # Places that no draft came to have nothing to give.
+    given += (0.0,) * (max(measured, default=0) - len(given))
     rates = {k: evidence_of(run).tokens_per_step for k, run in measured.items()}
     rows = [(k, expected_tokens(given, k), rates.get(k)) for k in range(len(given) + 1)]
     return Table(("draft length", "expected", "measured"), rows)
@@ -155,9 +155,9 @@ def reliability_table(outputs: Outputs, num_bins: int = 10) -> Table:
 
 
 def draw_reliability(table: Table) -> Picture:
-    """`reliability_table` as a reliability diagram: honest is on the diagonal."""
+    """`reliability_table` as a reliability diagram: calibrated is on the diagonal."""
     figure, axes = canvas(width=4.6, height=4.4)
-    axes.plot([0, 1], [0, 1], ":", color="gray", label="honest")
+    axes.plot([0, 1], [0, 1], ":", color="gray", label="calibrated")
     sizes = np.sqrt(np.array(table.column("tokens"), float))
     axes.plot(
         table.column("said"), table.column("happened"), "-", color=LINES[0], alpha=0.5

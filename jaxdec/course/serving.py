@@ -16,7 +16,7 @@ from jaxdec.serving_costs import Profile
 KINDS = load_run.SPECULATION
 
 
-def capacity(setup: load_run.Setup, profile: Profile) -> float:
+def max_rate(setup: load_run.Setup, profile: Profile) -> float:
     """Requests per second at which all slots are always busy, without any queue.
 
     Above it a queue grows without end. With the draft length that is best there.

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxdec import counts
 from jaxdec.counts import Number
 from jaxdec.course.display import (
     COLOURS,
@@ -69,8 +70,11 @@ def draw_tree(outputs: Outputs, step: int, row: int = 0) -> Picture:
     last = _path(info, row, step)[-1]
     accepted = int(info.num_accepted[row, step])
     if int(info.num_emitted[row, step]) > accepted:
+        judged, emitted = (
+            int(x[row, step]) for x in (info.num_judged, info.num_emitted)
+        )
+        kind = counts.origins(judged, accepted, emitted)[-1]
         is_leaf = last not in parents[1:]
-        kind = "bonus" if is_leaf else "correction"
         own = _said(outputs, row, step)[-1]
         x, y = depths[last] + 1, heights[last] + (0 if is_leaf else 0.5)
         axes.plot(

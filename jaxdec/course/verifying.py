@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxdec import program, statistics
+from jaxdec import counts, program, statistics
 from jaxdec.call import check
 from jaxdec.course.choosing import law_of
 from jaxdec.course.display import COLOURS, LINES, Picture, Table, canvas, token_text
@@ -81,7 +81,8 @@ def draw_step(
     end, num = int(after.sequences.length[0]), int(info.num_drafted[0])
     first, last = max(begin - _BEFORE, 0), max(begin + num, end)
     accepted = int(info.num_accepted[0])
-    own = "bonus" if accepted == num else "correction"
+    judged, emitted = int(info.num_judged[0]), int(info.num_emitted[0])
+    own = counts.origins(judged, accepted, emitted)[-1]
     figure, axes = canvas(width=0.95 * (last - first) + 1.4, height=2.4)
 
     def box(place: int, line: int, text: str, colour: str, is_read: bool = True):

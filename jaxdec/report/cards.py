@@ -29,7 +29,7 @@ def markdown(card: Card) -> str:
         f"- data: {card['answer_tokens']:,} tokens that the target answered to prompts "
         f"of {', '.join(card['sources'])}",
         f"- licences of the prompts: {card['licences']}",
-        *(_run(run) for run in (*card["earlier"], card)),
+        *(_run(run) for run in (*card.get("earlier", ()), card)),
         f"- command: `{card['command']}`",
         "",
         *table(("recipe", ""), [(k, str(v)) for k, v in recipe.items()]),
@@ -65,6 +65,8 @@ def markdown(card: Card) -> str:
 
 
 def _run(run: Mapping[str, Any]) -> str:
+    if "recipe" not in run:
+        return f"- begun from a drafter in the format {run['format']}, `{run['hash']}`"
     recipe = run["recipe"]
     return (
         f"- {run['steps']:,} of {recipe['steps']:,} steps in {run['minutes']:.0f} "

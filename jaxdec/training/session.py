@@ -136,8 +136,10 @@ def _begin(start: str | Path, objective: Objective, lm: Any) -> tuple[Any, list]
         )
     card = drafter.card
     runs = list(card.get("earlier", ()))
-    if "recipe" in card:  # A published drafter does not say how it was made.
+    if "recipe" in card:
         runs.append({key: card[key] for key in _RUN})
+    else:  # A published drafter does not say how it was made.
+        runs.append({"format": drafter.format, "hash": drafter.content_hash})
     return drafter.own, runs
 
 

@@ -176,9 +176,12 @@ def theirs(lm, prompts):
 def main():
     """Prints what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", default=["alone", "gaps", "throughput"])
+    everything = ["alone", "gaps", "throughput"]
+    parser.add_argument("parts", nargs="*", default=everything)
     parser.add_argument("--transformers", action="store_true")
     options = parser.parse_args()
+    if unknown := set(options.parts) - set(everything):
+        parser.error(f"no part is called {', '.join(unknown)}")
     lm = jaxdec.load("smollm2", dtype="bfloat16")
     print(measure.versions())
     for part in options.parts:
