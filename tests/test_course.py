@@ -163,7 +163,8 @@ def test_expected_tokens_of_all_drafts_are_those_that_were_measured():
     table = course.expected_table(out, {4: out})
     given = [c or 0.0 for c in found.conditional_acceptance_by_position]
     assert table.column("draft length") == (0, 1, 2, 3, 4)
-    assert table.column("expected") == tuple(expected_tokens(given, k) for k in range(5))
+    expected = tuple(expected_tokens(given, k) for k in range(5))
+    assert table.column("expected") == expected
     assert table.column("measured") == (None,) * 4 + (found.tokens_per_step,)
     assert course.draw_expected(table)._repr_png_().startswith(PNG)
     counts = course.counts_table({"a": out, "b": outputs("greedy")})
