@@ -22,11 +22,10 @@
 
 # %%
 import importlib.util
-import pathlib
 
 if importlib.util.find_spec("jaxdec") is None:
-    source = ".." if pathlib.Path("../pyproject.toml").exists() else "jaxdec"
-    get_ipython().run_line_magic("pip", f"install -q '{source}[plots]'")
+    # From the clone that this notebook is in; on Colab, clone it and %cd to colab/.
+    get_ipython().run_line_magic("pip", "install -q '..[plots]'")
 
 import jaxdec
 from jaxdec import course

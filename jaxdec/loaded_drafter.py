@@ -125,6 +125,11 @@ class LoadedDrafter:
         )
 
     @property
+    def drafts_at_once(self) -> bool:
+        """Whether one pass makes the whole draft, however much of it is wanted."""
+        return self.family == "block" or self.kind == "peagle"
+
+    @property
     def kind(self) -> str:
         """The strategy that it serves: the name of a method."""
         if self.family == "mtp":

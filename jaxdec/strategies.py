@@ -80,6 +80,13 @@ class StrategyConfig:
         return _RULES[self.rule]
 
     @property
+    def drafts_at_once(self) -> bool:
+        """Whether a shorter draft takes as long to make as a whole one."""
+        if len(self.members) > 1:
+            return all(member.drafts_at_once for member in self.members)
+        return getattr(self.draft, "drafts_at_once", False)
+
+    @property
     def default_temperature(self) -> float:
         """What applies when a call names no temperature."""
         return 0.7 if self.name == "sample" else 0.0
@@ -149,6 +156,11 @@ class LookupConfig(StrategyConfig):
     def proposal_mode(self) -> str:
         """How drafts are made, in a word."""
         return "lookup"
+
+    @property
+    def drafts_at_once(self) -> bool:
+        """It finds one token or many in the same time."""
+        return True
 
     def __post_init__(self):
         super().__post_init__()

@@ -255,13 +255,36 @@ def test_a_budget_is_the_time_of_a_round_over_its_tokens():
     runs = {"good": measured(), "slow": measured(tpot_ms=90.0)}
     even = course.break_even_table(runs, 30.0)
     assert even.row("good")["break-even"] == pytest.approx((40 / 30 - 1) / 2)
-    assert even.column("advice") == ("draft 2", "turn it off")
+    assert even.column("advice") == ("use it", "turn it off")
+    assert even.column("best length") == (2, 2)
+    assert "not the 3% gain" in even.row("slow")["why"]
+    unproved = {"new": measured(certified=False)}
+    assert course.break_even_table(unproved, 30.0).column("advice") == ("not ranked",)
     assert even.row("slow")["break-even"] > 1
     assert even.row("good")["net benefit"] == pytest.approx(1 / 3)
     picture = course.draw_budget({"good": table, "slow": slow})
     assert list(picture.figure.axes[1].lines[0].get_ydata()) == list(
         table.column("net benefit")
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "at_once"),
+    [
+        ("lookup", True),
+        ("dflash", True),
+        ("dspark", True),
+        ("eagle3", False),
+        ("mtp", False),
+    ],
+)
+def test_a_block_costs_the_same_however_much_of_it_is_wanted(name, at_once):
+    trained = () if name == "lookup" else (name,)
+    strategy = lesson(*trained).strategy(name)
+    assert strategy.drafts_at_once == at_once
+    mixed = jaxdec.first_of(jaxdec.lookup(4), strategy)
+    assert mixed.drafts_at_once == at_once
+    assert not jaxdec.self_draft(1).drafts_at_once
 
 
 def test_the_map_of_break_even_has_its_line_where_nothing_is_gained():

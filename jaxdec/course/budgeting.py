@@ -4,6 +4,7 @@ For the notebooks on the proposal budget and on the benchmark. The arithmetic is
 `jaxdec.planning.break_even`.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from html import escape
 from typing import Any
@@ -25,15 +26,13 @@ from jaxdec.course.drafting import MARKS
 from jaxdec.planning.break_even import (
     Measured,
     Number,
-    break_even_acceptance,
-    costs_at,
     expected_tokens,
     predict_tpot,
 )
+from jaxdec.planning.ranking import Baseline, rank
 from jaxdec.report import plots, tables, timeline
 from jaxdec.report.comparison import survival
 from jaxdec.report.figures import figures
-from jaxdec.strategies import LookupConfig
 from jaxdec.text import Outputs
 
 
@@ -45,6 +44,8 @@ def costs_of(outputs: Outputs) -> tuple[float, float]:
 
 def measure_budget(outputs: Outputs, plain: Outputs) -> Measured:
     """What the break-even arithmetic needs of a run that drafted.
+
+    In place of a certificate its tokens are compared with plain decoding's.
 
     Args:
         outputs: of the strategy; its costs are timed now, if they were not before.
@@ -59,8 +60,10 @@ def measure_budget(outputs: Outputs, plain: Outputs) -> Measured:
             "tokens, with stop_tokens=()"
         )
     draft_ms, verify_ms = costs_of(outputs)
+    differ = [a.tokens for a in outputs] != [a.tokens for a in plain]
     return Measured(
-        certified=True,
+        certified=not differ,
+        certificate_reasons=("answers differ from plain decoding's",) * differ,
         tpot_ms=found.tpot_ms,
         tokens_per_step=found.tokens_per_step,
         draft_length=length,
@@ -68,8 +71,7 @@ def measure_budget(outputs: Outputs, plain: Outputs) -> Measured:
         acceptance_rate=found.acceptance_rate,
         conditional_acceptance_by_position=survival(found, length),
         draft_cost_ms=draft_ms,
-        # A lookup, or a block, takes the same time for any length.
-        is_block=isinstance(config, LookupConfig) or config.proposal_mode == "block",
+        is_block=config.drafts_at_once,
         verify_cost_ms={0: costs_of(plain)[1], length: verify_ms},
     )
 
@@ -92,23 +94,23 @@ def best_length(table: Table) -> int:
 
 
 def break_even_table(runs: Mapping[str, Measured], plain_tpot_ms: Number) -> Table:
-    """What acceptance each strategy needs, what it has, and what follows."""
-    rows = []
+    """What acceptance each strategy needs, what it has, and what follows.
+
+    The advice is `jaxdec.planning.ranking`'s: by measured times, not by predictions.
+    """
+    plain, rows = Baseline(tpot_ms=plain_tpot_ms), []
     for label, measured in runs.items():
-        judged = measured.judged_per_step or measured.draft_length
-        needed = break_even_acceptance(measured.round_ms, plain_tpot_ms, judged)
-        budget = budget_table(measured, plain_tpot_ms)
-        best = best_length(budget)
+        found = rank(label, measured, plain)
         rows.append(
             (
                 label,
                 measured.draft_length,
                 measured.acceptance_rate,
-                needed,
+                found.break_even_acceptance,
                 1 - measured.tpot_ms / plain_tpot_ms,
-                best,
-                budget.row(best)["net benefit"],
-                "turn it off" if best == 0 else f"draft {best}",
+                found.best_draft_length,
+                _ADVICE[found.action],
+                found.reason,
             )
         )
     titles = (
@@ -118,10 +120,16 @@ def break_even_table(runs: Mapping[str, Measured], plain_tpot_ms: Number) -> Tab
         "break-even",
         "net benefit",
         "best length",
-        "predicted there",
         "advice",
+        "why",
     )
-    return Table(titles, rows, "break-even above 1: no acceptance can pay for a round")
+    caption = (
+        "break-even above 1: no acceptance can pay for a round; best length: predicted"
+    )
+    return Table(titles, rows, caption)
+
+
+_ADVICE = {"keep": "use it", "turn_off": "turn it off", "not_ranked": "not ranked"}
 
 
 def draw_budget(tables_by_name: Mapping[str, Table]) -> Picture:
@@ -150,13 +158,12 @@ def draw_break_even(measured: Measured, plain_tpot_ms: Number) -> Picture:
     """
     lengths = range(1, measured.draft_length + 1)
     shares = np.linspace(0, 1, 41)
-    rest = measured.round_ms - sum(costs_at(measured, measured.draft_length))
     benefit = np.zeros((len(shares), len(lengths)))
-    for j, k in enumerate(lengths):
-        round_ms = sum(costs_at(measured, k)) + max(rest, 0.0)
-        for i, share in enumerate(shares):
-            tokens = expected_tokens([float(share)] * k, k)
-            benefit[i, j] = 1 - round_ms / tokens / plain_tpot_ms
+    for i, share in enumerate(shares):
+        alike = [float(share)] * measured.draft_length
+        guess = dataclasses.replace(measured, conditional_acceptance_by_position=alike)
+        predicted = predict_tpot(guess)
+        benefit[i] = [1 - predicted[k] / plain_tpot_ms for k in lengths]
     figure, axes = canvas(width=6.2, height=3.8)
     most = max(abs(benefit.max()), 0.1)
     drawn = axes.pcolormesh(

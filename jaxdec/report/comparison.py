@@ -16,7 +16,7 @@ from jaxdec.report.page import html
 from jaxdec.report.plots import plot
 from jaxdec.report.tables import markdown
 from jaxdec.statistics import REPETITIVE, is_repetitive
-from jaxdec.strategies import LookupConfig, StrategyConfig
+from jaxdec.strategies import StrategyConfig
 
 NUM_SEEDS = 3
 """Seeds whose outputs `distinct_outputs` tells apart."""
@@ -248,8 +248,7 @@ def _measured(
                 "acceptance_rate": record.acceptance_rate,
                 "conditional_acceptance_by_position": survival(record, length),
                 "draft_cost_ms": record.draft_cost_ms,
-                # A lookup finds one token or many in the same time.
-                "is_block": isinstance(entry.config, LookupConfig),
+                "is_block": entry.config.drafts_at_once,
                 "verify_cost_ms": {0: plain_verify_ms, length: record.verify_cost_ms},
             },
         )
