@@ -149,7 +149,7 @@ def losses_and_right(
     def teacher(rows):
         return probabilities(matmul(rows, frozen["teacher"], out_first=True))
 
-    def row_loss(logits, law, own):
+    def row_loss(logits, law, own, _):
         return _row_loss(logits, law, *own, weights)
 
     loss, (right, distance) = head_loss(

@@ -54,9 +54,8 @@ def losses_and_right(
     def teacher(said):
         return probabilities(matmul(said, frozen["teacher"], out_first=True))
 
-    def row_loss(logits, law, own):
-        weight, label = own
-        return soft_cross_entropy(logits, law, weight, label)
+    def row_loss(logits, law, own, _):
+        return soft_cross_entropy(logits, law, *own)
 
     loss, right = head_loss(
         row_loss,

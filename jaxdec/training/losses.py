@@ -43,7 +43,8 @@ def head_loss(
     """The sum of `row_loss` over chunks; differentiable in hidden states and heads.
 
     Args:
-        row_loss: ``(logits[R, W], prepared, own of the chunk) -> RowLoss``.
+        row_loss: ``(logits[R, W], prepared, own of the chunk, its number of the S) ->
+            RowLoss``.
         prepare: what S chunks have in common, made once from the group's `shared`.
         hidden: parts of what the heads read; the logits are the sum of their products.
         heads: one for each part, in the dtype to multiply in.
@@ -68,7 +69,8 @@ def head_loss(
             parts = [part[i] for part in rows]
             pairs = zip(parts, frozen, strict=True)
             logits = sum(matmul(x, head, out_first=True) for x, head in pairs)
-            found = row_loss(logits, prepared, jax.tree.map(lambda x: x[i], each))  # noqa: B023
+            mine = jax.tree.map(lambda x: x[i], each)  # noqa: B023
+            found = row_loss(logits, prepared, mine, i)
             loss = loss + found.loss
             gradient = found.gradient.astype(frozen[0].dtype)
             gradients.append(

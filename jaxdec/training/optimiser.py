@@ -108,10 +108,14 @@ def _nearest(x: Float[Array, "I O"], dtype) -> Float[Array, "I O"]:
     y = x.T if is_tall else x
     y = y / (jnp.linalg.norm(y) + 1e-8)
     first, third, fifth = _NEWTON_SCHULZ
-    for _ in range(_NUM_ITERATIONS):
+
+    def iterate(_, y):
         low = y.astype(dtype)
         gram = matmul(y, low, out_first=True)
         square = matmul(gram, gram.astype(dtype), out_first=False)
-        y = first * y + matmul(third * gram + fifth * square, low, out_first=False)
+        return first * y + matmul(third * gram + fifth * square, low, out_first=False)
+
+    # Unrolled, XLA on CPU puts all sums and the transposes into one slow loop.
+    y = jax.lax.fori_loop(0, _NUM_ITERATIONS, iterate, y)
     y = y.T if is_tall else y
     return y * (_UPDATE_SIZE * max(x.shape) ** 0.5)

@@ -144,19 +144,16 @@ def losses_and_right(
     def teacher(said):
         return probabilities(matmul(said, frozen["teacher"], out_first=True))
 
-    def row_loss(logits, law, own):
-        weight, label, t = own
-        law = jax.lax.dynamic_slice_in_dim(law, t, size)
-        return soft_cross_entropy(logits, law, weight, label)
+    def row_loss(logits, law, own, t):
+        return soft_cross_entropy(logits, law[t : t + size], *own)
 
-    which = jnp.broadcast_to(jnp.arange(num, dtype=jnp.int32), (len(labels), num))
     loss, right = head_loss(
         row_loss,
         teacher,
         [hidden],
         [frozen["teacher"]],
         said,
-        (weights, labels, which),
+        (weights, labels),
     )
     figures = {
         f"right {t + 1}": (
