@@ -22,7 +22,7 @@ from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.drafters.calibration import read_calibration
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.mtp import read_native
-from jaxdec.io.drafters.own import is_own, read_own, write_own
+from jaxdec.io.drafters.own import HEADS, is_own, read_own, write_own
 from jaxdec.io.drafters.read import open_drafter, read_drafter
 from jaxdec.io.drafters.sharing import share_with_target
 from jaxdec.io.tokenizer import Tokenizer
@@ -362,18 +362,20 @@ def save_drafter(
     write_own(
         folder,
         checkpoint,
-        shares_head=_has_rows_of(lm, checkpoint),
+        shares_head=has_rows_of(lm, checkpoint),
         target=lm.content_hash,
         card=dict(card or {}) | {"hash": digest.hexdigest()},
         overwrite=overwrite,
     )
 
 
-def _has_rows_of(lm: Any, checkpoint: DrafterCheckpoint) -> bool:
+def has_rows_of(lm: Any, checkpoint: DrafterCheckpoint) -> bool:
     """Whether a drafter's head is made of rows of the target's."""
-    head, offsets = (checkpoint.tensors.get(x) for x in ("lm_head.weight", "d2t"))
-    if head is None or offsets is None:
+    offsets = checkpoint.tensors.get("d2t")
+    heads = [checkpoint.tensors[x] for x in HEADS if x in checkpoint.tensors]
+    if not heads or offsets is None:
         return False
+    head = heads[0]
     table = (
         lm.params["head"]["weight"] if "head" in lm.params else lm.params["embedding"]
     )

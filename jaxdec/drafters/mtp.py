@@ -115,6 +115,7 @@ def recurrent_net(network: MtpNetwork) -> RecurrentNet:
         write=write,
         read=read,
         logits=lambda params, hidden: network.logits(params, 0, hidden),
+        vocabulary=network.vocabulary,
     )
 
 
@@ -219,7 +220,7 @@ def module_chain(
         def draft_one(carry, node):
             held, context, carried, lasts, normed = carry
             token, log_probs = drafting.sample(
-                None,
+                None if network.vocabulary is None else network.vocabulary(params),
                 sequences,
                 sampling.chain_nodes(context[:, num:], node),
                 network.head(params, normed),

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxdec.models.block import BlockConfig, BlockNetwork
 from jaxdec.models.decoder import prefers_out_first
-from jaxdec.models.vocabulary import vocabulary_params
+from jaxdec.models.vocabulary import offsets_of, target_ids_of, vocabulary_params
 from jaxdec.models.weights import TensorWriter, qkv_rows
 from jaxdec.types import Params
 
@@ -144,7 +144,7 @@ def block_params_from_tensors(
     if config.own_head:
         params["head"] = {"weight": array(tensors["lm_head.weight"])}
     if config.draft_vocab_size < config.layers.vocab_size:
-        ids = np.arange(config.draft_vocab_size) + np.asarray(tensors["d2t"])
+        ids = target_ids_of(tensors["d2t"])
         params["vocabulary"] = vocabulary_params(ids, config.layers.vocab_size)
     if config.markov != "none":
         params["markov"] = markov()
@@ -194,8 +194,7 @@ def block_tensors_from_params(
     if config.own_head:
         writer.array("lm_head.weight", params["head"]["weight"])
     if config.draft_vocab_size < layers.vocab_size:
-        ids = np.asarray(params["vocabulary"]["target_ids"], np.int64)
-        writer.array("d2t", ids - np.arange(len(ids)))
+        writer.array("d2t", offsets_of(np.asarray(params["vocabulary"]["target_ids"])))
     if config.markov != "none":
         _write_markov(config, params["markov"], writer)
     if config.confidence != "none":

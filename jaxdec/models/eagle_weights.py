@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdec.models.decoder import prefers_out_first
 from jaxdec.models.eagle_config import EagleConfig
-from jaxdec.models.vocabulary import vocabulary_params
+from jaxdec.models.vocabulary import offsets_of, target_ids_of, vocabulary_params
 from jaxdec.models.weights import TensorWriter
 from jaxdec.types import Params
 
@@ -65,15 +65,6 @@ def expected_eagle_tensors(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     if config.is_parallel:
         shapes["mask_hidden"] = (joined,)
     return shapes
-
-
-def target_ids_of(d2t: np.ndarray) -> np.ndarray:
-    """The target's token for each of a reduced vocabulary; ``d2t`` holds offsets.
-
-    >>> print(target_ids_of(np.array([1, 2, 2, 6])))
-    [1 3 4 9]
-    """
-    return np.arange(len(d2t)) + np.asarray(d2t, np.int64)
 
 
 def eagle_params_from_tensors(
@@ -180,13 +171,3 @@ def eagle_tensors_from_params(
     if config.is_parallel:
         writer.array("mask_hidden", np.reshape(params["mask_hidden"], -1))
     return writer.tensors
-
-
-def offsets_of(target_ids: np.ndarray) -> np.ndarray:
-    """The inverse of `target_ids_of`.
-
-    >>> print(offsets_of(np.array([1, 3, 4, 9])))
-    [1 2 2 6]
-    """
-    target_ids = np.asarray(target_ids, np.int64)
-    return target_ids - np.arange(len(target_ids))

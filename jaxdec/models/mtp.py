@@ -35,13 +35,14 @@ from jaxdec.models.config import ModelConfig
 from jaxdec.models.decoder import prefers_out_first
 from jaxdec.models.layers import Block, Held, Linear, Norm, matmul, take_rows
 from jaxdec.models.rope import rotation
+from jaxdec.models.vocabulary import offsets_of, target_ids_of, vocabulary_params
 from jaxdec.models.weights import (
     TensorReader,
     TensorWriter,
     block_params,
     block_shapes,
 )
-from jaxdec.types import DrafterParams, Params
+from jaxdec.types import DrafterParams, Params, Vocabulary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,18 @@ class MtpConfig:
     own_embedding: bool = False
     """Tokens are looked up in a table of the drafter's own, not the target's."""
     own_head: bool = False
+    draft_vocab_size: int | None = None
+    """Of the tokens that it can say; None is all. Its head then has a row for each."""
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether it says some of the target's tokens only."""
+        return self.draft_vocab_size not in (None, self.block.vocab_size)
+
+    @property
+    def head_size(self) -> int:
+        """Rows of its head."""
+        return self.draft_vocab_size if self.is_reduced else self.block.vocab_size
 
     @property
     def num_native_modules(self) -> int:
@@ -101,13 +114,13 @@ class Mtp(nnx.Module):
             [MtpModule(config, i, **kw) for i in range(config.num_native_modules)]
         )
 
-        def table():
-            shape = (block.vocab_size, block.hidden_size)
+        def table(num_rows):
+            shape = (num_rows, block.hidden_size)
             values = jax.random.normal(rngs.params(), shape, jnp.float32)
             return nnx.Param((values * shape[1] ** -0.5).astype(dtype))
 
-        self.embedding = table() if config.own_embedding else None
-        self.head = table() if config.own_head else None
+        self.embedding = table(block.vocab_size) if config.own_embedding else None
+        self.head = table(config.head_size) if config.own_head else None
 
 
 class MtpNetwork(NamedTuple):
@@ -144,10 +157,12 @@ class MtpNetwork(NamedTuple):
     Returns what is carried on."""
     normed: Callable[..., Float[Array, "B T E"]]
     """``(params, module, carried)``: y, which the head reads."""
-    head: Callable[..., Float[Array, "B T V"]]
-    """``(params, normed)``: logits."""
+    head: Callable[..., Float[Array, "B T W"]]
+    """``(params, normed)``: logits, of the tokens that it can say."""
+    vocabulary: Callable[[DrafterParams], Vocabulary] | None
+    """What the W tokens are; None where they are all of the target's."""
 
-    def logits(self, params, module, carried) -> Float[Array, "B T V"]:
+    def logits(self, params, module, carried) -> Float[Array, "B T W"]:
         """What a module says, given what it carries on."""
         return self.head(params, self.normed(params, module, carried))
 
@@ -174,14 +189,21 @@ def abstract_mtp_params(config: MtpConfig, dtype: str = "float32") -> Params:
 def init_mtp_params(
     config: MtpConfig, key: jax.Array, dtype: str = "float32"
 ) -> Params:
-    """Random weights, for tests and for training from scratch."""
+    """Random weights, for tests and for training from scratch.
+
+    A smaller vocabulary is that of the first tokens; see `vocabulary_params`.
+    """
     module = Mtp(
         config,
         dtype=jnp.dtype(dtype),
         out_first=prefers_out_first(dtype),
         rngs=nnx.Rngs(params=key),
     )
-    return nnx.to_pure_dict(nnx.split(module)[1])
+    own = nnx.to_pure_dict(nnx.split(module)[1])
+    if config.is_reduced:
+        size = config.block.vocab_size
+        own["vocabulary"] = vocabulary_params(np.arange(config.head_size), size)
+    return own
 
 
 def expected_mtp_tensors(config: MtpConfig) -> dict[str, tuple[int, ...]]:
@@ -197,7 +219,9 @@ def expected_mtp_tensors(config: MtpConfig) -> dict[str, tuple[int, ...]]:
     if config.own_embedding:
         shapes["embedding.weight"] = (vocab_size, width)
     if config.own_head:
-        shapes["head.weight"] = (vocab_size, width)
+        shapes["head.weight"] = (config.head_size, width)
+    if config.is_reduced:
+        shapes["d2t"] = (config.head_size,)
     return shapes
 
 
@@ -228,6 +252,9 @@ def mtp_params_from_tensors(
         params["embedding"] = read.array("embedding.weight")
     if config.own_head:
         params["head"] = read.array("head.weight")
+    if config.is_reduced:
+        ids = target_ids_of(tensors["d2t"])
+        params["vocabulary"] = vocabulary_params(ids, config.block.vocab_size)
     return params
 
 
@@ -246,6 +273,8 @@ def mtp_tensors_from_params(
     for part in ("embedding", "head"):
         if part in params:
             writer.array(f"{part}.weight", params[part])
+    if config.is_reduced:
+        writer.array("d2t", offsets_of(np.asarray(params["vocabulary"]["target_ids"])))
     return writer.tensors
 
 
@@ -265,7 +294,8 @@ def make_mtp(
 
     def merged(params: DrafterParams) -> Mtp:
         state = jax.tree.map(lambda leaf: leaf, abstract)
-        nnx.replace_by_pure_dict(state, params.own)
+        arrays = {k: v for k, v in params.own.items() if k != "vocabulary"}
+        nnx.replace_by_pure_dict(state, arrays)
         return nnx.merge(graph, state)
 
     def rotations(index, position):
@@ -385,6 +415,9 @@ def make_mtp(
         cap = block.logit_softcap
         return logits if cap is None else jnp.tanh(logits / cap) * cap
 
+    def vocabulary(params):
+        return Vocabulary(**params.own["vocabulary"])
+
     return MtpNetwork(
         config=config,
         init_cache=init_cache,
@@ -396,6 +429,7 @@ def make_mtp(
         forward=forward,
         normed=normed,
         head=head,
+        vocabulary=vocabulary if config.is_reduced else None,
     )
 
 

@@ -163,23 +163,30 @@ def _eagle3(recipe: Eagle3Recipe, lm: Any, ids: np.ndarray) -> Objective:
 
 
 def _mtp(recipe: MtpRecipe, lm: Any, ids: np.ndarray) -> Objective:
+    target, is_reduced = lm.config, len(ids) != lm.config.vocab_size
     config = MtpConfig(
         block=dataclasses.replace(
-            one_layer(lm.config), tie_embeddings=lm.config.tie_embeddings
+            one_layer(target), tie_embeddings=target.tie_embeddings
         ),
-        num_target_layers=lm.config.num_layers,
+        num_target_layers=target.num_layers,
         hidden_source="post",
         recycle="post",
+        own_head=is_reduced,
+        draft_vocab_size=len(ids) if is_reduced else None,
     )
+    frozen = _frozen(lm, ids)
 
     def init(key):
         own = init_mtp_params(config, key, lm.dtype)
         module = own["modules"][0]
         module["final_norm"] = _small_norm(lm.params)
+        if is_reduced:
+            own["head"] = frozen["teacher"]
+            own["vocabulary"] = vocabulary_params(ids, target.vocab_size)
         return own
 
     network = unrolled_mtp(make_mtp(config, dtype=lm.dtype))
-    return _recurrent("mtp", config, recipe, lm, network, _frozen(lm, ids), init)
+    return _recurrent("mtp", config, recipe, lm, network, frozen, init)
 
 
 def _recurrent(

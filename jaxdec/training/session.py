@@ -13,7 +13,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxdec.io.drafters.sharing import owner
-from jaxdec.loaded_drafter import LoadedDrafter, load_drafter, save_drafter
+from jaxdec.loaded_drafter import (
+    LoadedDrafter,
+    has_rows_of,
+    load_drafter,
+    save_drafter,
+)
 from jaxdec.models.sharding import DATA
 from jaxdec.training.features import keep_features
 from jaxdec.training.kinds import make_objective
@@ -120,16 +125,27 @@ def _begin(start: str | Path, objective: Objective, lm: Any) -> tuple[Any, list]
         ValueError: it is another kind of network than the recipe's.
     """
     drafter = load_drafter(start, lm)
-    config = drafter.config
+    config, wanted = drafter.config, objective.config
     if drafter.family == "block":
         config = dataclasses.replace(config, temperatures=())
-    if (drafter.family, config) != (objective.family, objective.config):
+    if "head" in drafter.own and not has_rows_of(lm, drafter.checkpoint):
+        raise ValueError(
+            f"{start} has an output head of its own, and drafters are trained with the "
+            "target's here; train one from nothing"
+        )
+    # Those rows are not trained, so they may be others where nothing else is by token.
+    is_free = objective.family in ("eagle", "mtp")
+    if is_free and drafter.family == objective.family:
+        heads = dict(own_head=False, draft_vocab_size=0)
+        config, wanted = (dataclasses.replace(c, **heads) for c in (config, wanted))
+    if (drafter.family, config) != (objective.family, wanted):
         raise ValueError(
             f"{start} is not the network of this recipe ({drafter.config} against "
             f"{objective.config}); begin with a drafter of the same recipe"
         )
-    found, wanted = drafter.own.get("vocabulary"), objective.frozen["draft_index"]
-    if found is not None and not np.array_equal(found["draft_index"], wanted):
+    found, index = drafter.own.get("vocabulary"), objective.frozen["draft_index"]
+    is_other = found is not None and not np.array_equal(found["draft_index"], index)
+    if is_other and not is_free:
         raise ValueError(
             f"{start} says other tokens than those most frequent in this data; begin "
             "with the data that it was trained on, or train from nothing"

@@ -17,6 +17,7 @@ from jaxdec import acceptance
 from jaxdec.drafters.mtp import mtp
 from jaxdec.models.config import RopeConfig
 from jaxdec.models.mtp import MtpConfig, init_mtp_params, make_mtp
+from jaxdec.models.vocabulary import vocabulary_params
 from jaxdec.types import DrafterParams
 
 ONE = dataclasses.replace(toy.TINY_CONFIG, num_layers=1, intermediate_size=96)
@@ -56,6 +57,7 @@ CONFIGS = {
     ),
     "mtp_three": (mtp_config(num_modules=3, hidden_source="pre", recycle="pre"), 3),
     "mtp_turns": (mtp_config(GATED, num_modules=3), 6),
+    "mtp_few": (mtp_config(GATED, 2, own_head=True, draft_vocab_size=40), 4),
 }
 """By layout: the modules, and how many tokens they draft."""
 
@@ -73,7 +75,11 @@ def weights(config: MtpConfig, seed: int = 0):
             return x + 0.3 * jnp.asarray(noise)
         return x * 2.0 if "'out'" in name or "'project'" in name else x
 
-    return jax.tree_util.tree_map_with_path(lively, own)
+    own = jax.tree_util.tree_map_with_path(lively, own)
+    if config.is_reduced:
+        ids = np.arange(1, 2 * config.head_size, 2)
+        own["vocabulary"] = vocabulary_params(ids, config.block.vocab_size)
+    return own
 
 
 class MtpMethod(NamedTuple):
@@ -165,6 +171,9 @@ class Reference:
         x = x + (gate / (1 + np.exp(-gate)) * up) @ parts["mlp"]["down"]["weight"]
         y = self.norm(x, weights["final_norm"])
         logits = y @ self.table(config.own_head, "head").T
+        if config.is_reduced:
+            few, logits = logits, np.full((len(y), block.vocab_size), -np.inf)
+            logits[:, self.own["vocabulary"]["target_ids"]] = few
         assert block.activation == "silu"
         return keys, values, y if config.recycle == "post" else x, logits
 

@@ -113,7 +113,7 @@ def assert_cache(cache, row, reference, tokens, hidden):
 B, WIDE, CAPACITY = 4, 8, 256
 
 
-@pytest.mark.parametrize("name", ["mtp_own", "mtp_turns"])
+@pytest.mark.parametrize("name", ["mtp_own", "mtp_turns", "mtp_few"])
 def test_drafts_and_caches_after_any_commits(name):
     """B33: rows pair h_i with x_{i+1+k}, the first row as well as the others.
 

@@ -18,7 +18,7 @@ from jaxdec.io.drafters.sharing import share_with_target
 from jaxdec.io.hf_config import config_from_hf
 from jaxdec.io.safetensors import open_stored, read_json
 from jaxdec.io.torch_files import read_torch_file
-from jaxdec.models.eagle_weights import target_ids_of
+from jaxdec.models.vocabulary import target_ids_of
 
 CASES = Path(__file__).parents[1] / "golden" / "cases"
 STORED = ("F32", "I64", "BOOL")

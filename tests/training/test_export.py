@@ -128,7 +128,12 @@ def test_what_is_written_is_what_comes_back(case, lm, tmp_path):
     else:
         back = jaxdec.load_drafter(tmp_path / "out", lm)
         assert back.draft_length == drafter.draft_length
-    same(drafter.own, back.own)
+    own = dict(drafter.own)
+    if drafter.family == "mtp":
+        # Files of MTP modules have no smaller vocabulary, so they say all tokens.
+        head, ids = own.pop("head"), own.pop("vocabulary")["target_ids"]
+        np.testing.assert_array_equal(head, lm.params["embedding"][ids])
+    same(own, back.own)
     assert back.kind == drafter.kind
     found = back.config
     if drafter.family in ("eagle", "block"):

@@ -54,6 +54,25 @@ def test_from_prompts_to_an_exported_drafter(tmp_path, capsys):
     before = json.loads((trained / "log.jsonl").read_text().splitlines()[-1])
     after = json.loads((tmp_path / "again" / "log.jsonl").read_text().splitlines()[0])
     assert after["validation"] == before["validation"]
+    # A drafter may go on with more of the target's tokens.
+    kind, numbers = "mtp", ("--set", "steps=1", "--set", "batch_size=2")
+    start: tuple = ()
+    for size in (20, 30):
+        folder = tmp_path / f"mtp{size}"
+        few = ("train", kind, "--data", store, "--out", folder, *target, *numbers)
+        code, out, err = run(capsys, *few, "--set", f"vocabulary={size}", *start)
+        assert code == 0, err
+        small = jaxdec.load_drafter(json.loads(out)["drafter"], lm)
+        assert len(small.own["vocabulary"]["target_ids"]) == size
+        assert small.own["head"].shape[0] == size
+        start = ("--start", folder / "drafter")
+    assert small.card["earlier"][0]["recipe"]["vocabulary"] == 20
+    # But not with a head that is none of the target's: it would not be kept.
+    small.own["head"] = small.own["head"] + 1
+    jaxdec.save_drafter(tmp_path / "loud", small, lm)
+    few = ("train", kind, "--data", store, "--out", tmp_path / "other", *target)
+    code, out, err = run(capsys, *few, *numbers, "--start", tmp_path / "loud")
+    assert code == 1 and "output head of its own" in err, err
     code, out, err = run(capsys, "inspect", facts["drafter"], "--json")
     assert code == 0 and json.loads(out)["card"]["steps"] == 3, err
     exported = tmp_path / "exported"

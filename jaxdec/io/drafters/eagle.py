@@ -20,7 +20,8 @@ from jaxdec.io.drafters.eagle_settings import File
 from jaxdec.io.drafters.words import attention, owner
 from jaxdec.models.config import ModelConfig
 from jaxdec.models.eagle_config import EagleConfig
-from jaxdec.models.eagle_weights import expected_eagle_tensors, target_ids_of
+from jaxdec.models.eagle_weights import expected_eagle_tensors
+from jaxdec.models.vocabulary import target_ids_of
 
 _IGNORED = re.compile(r"verifier_.*|(.*\.)?rotary_emb\.inv_freq")
 """Copies of the target's that only training needs; tables that the settings determine.

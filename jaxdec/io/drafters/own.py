@@ -25,6 +25,9 @@ from jaxdec.models.weights import block_shapes
 
 FORMAT = "jaxdec"
 
+HEADS = ("lm_head.weight", "head.weight")
+"""What the families call a head."""
+
 _RECORDS: dict[str, tuple[type, str]] = {
     "eagle": (EagleConfig, "layers"),
     "block": (BlockConfig, "layers"),
@@ -63,7 +66,7 @@ def write_own(
     """
     tensors = dict(checkpoint.tensors)
     if shares_head:
-        tensors.pop("lm_head.weight", None)
+        tensors = {k: v for k, v in tensors.items() if k not in HEADS}
     facts = {
         "drafter": checkpoint.family,
         "config": _config_to_json(checkpoint),
@@ -106,7 +109,7 @@ def read_own(
         for name, shape in wanted.items()
         if name not in tensors or tensors[name].shape != tuple(shape)
     ]
-    lacks = [n for n in lacks if n != "lm_head.weight" or not record["shares_head"]]
+    lacks = [n for n in lacks if n not in HEADS or not record["shares_head"]]
     strange = [name for name in tensors if name not in wanted]
     if lacks or strange:
         raise CheckpointError(

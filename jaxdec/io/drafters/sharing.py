@@ -43,7 +43,7 @@ def share_with_target(
                 del tensors[name]
         if part == "head" and not names and "d2t" in tensors:
             offsets = np.asarray(tensors["d2t"])
-            names = [_NAMES[part][0]]
+            names = [_NAMES[part][checkpoint.family == "mtp"]]
             rows = np.arange(len(offsets)) + offsets
             tensors[names[0]] = np.asarray(table)[rows]
         owned[part] = any(name in tensors for name in names)

@@ -182,7 +182,7 @@ def _mtp(config: MtpConfig, tensors, verifier, draft_length):
     }
     values = _speculators("mtp", layers, verifier, draft_length)
     values |= {"num_nextn_predict_layers": 1}
-    return values, _renamed(SPECULATORS, tensors, 0)
+    return values, _renamed(SPECULATORS, _module_tensors(config, tensors), 0)
 
 
 def mtp_tensors(
@@ -203,8 +203,15 @@ def mtp_tensors(
             f"this one was trained on {config.hidden_source!r}, {config.recycle!r}; "
             "it cannot be written so"
         )
-    tensors = _renamed(NATIVE[0], checkpoint.tensors, config.num_target_layers)
+    tensors = _module_tensors(config, checkpoint.tensors)
+    tensors = _renamed(NATIVE[0], tensors, config.num_target_layers)
     return {"num_nextn_predict_layers": config.num_native_modules}, tensors
+
+
+def _module_tensors(config: MtpConfig, tensors) -> dict[str, np.ndarray]:
+    """Without a smaller vocabulary: files have none, engines choose it as they run."""
+    parts = ("head.weight", "d2t") if config.is_reduced else ()
+    return {name: x for name, x in tensors.items() if name not in parts}
 
 
 def _renamed(layout: Layout, tensors, first: int) -> dict[str, np.ndarray]:
