@@ -232,7 +232,7 @@ def _block(recipe: BlockRecipe, lm: Any, ids: np.ndarray) -> Objective:
     confidence = "none"
     if is_dspark and recipe.confidence:
         confidence = "hidden_and_previous" if recipe.sees_previous else "hidden"
-    is_reduced = is_dspark and len(ids) != target.vocab_size
+    is_reduced = len(ids) != target.vocab_size
     config = BlockConfig(
         layers=one_layer(target, recipe.num_layers, family="qwen3", qk_norm=True),
         taps=taps,

@@ -121,7 +121,10 @@ class BlockRecipe(Recipe):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DflashRecipe(BlockRecipe):
-    """DFlash in z-lab's format: masks are filled in place, K is block_size - 1."""
+    """DFlash: masks are filled in place, K is block_size - 1.
+
+    In z-lab's format if it says all of the target's tokens, else in speculators'.
+    """
 
     kind: ClassVar[str] = "dflash"
     soft: float = 1.0

@@ -31,7 +31,11 @@ CASES = {
     ),
     "mtp": (MtpRecipe(vocabulary=50), "speculators"),
     "mtp verifier": (MtpRecipe(vocabulary=50), None),
-    "dflash": (DflashRecipe(vocabulary=50, taps=(1,), block_size=4), None),
+    "dflash": (DflashRecipe(vocabulary=999, taps=(1,), block_size=4), None),
+    "dflash tap 0": (
+        DflashRecipe(vocabulary=999, taps=(0, 2), block_size=4),
+        "speculators",
+    ),
     "dflash speculators": (
         DflashRecipe(vocabulary=50, taps=(0, 2), block_size=4),
         "speculators",
@@ -209,7 +213,8 @@ def test_temperatures_lie_beside_the_weights(lm, store, tmp_path):
     [
         ("dspark", "zlab", "z-lab's DFlash"),
         ("dspark", "deepspec", "say all of the target's"),
-        ("dflash speculators", "zlab", "tap 0"),
+        ("dflash speculators", "zlab", "says all of the target's"),
+        ("dflash tap 0", "zlab", "tap 0"),
         ("eagle3", "zlab", "written as speculators"),
         ("draft", "speculators", "cannot be written as"),
         ("eagle3", "verifier", "no part of a target"),
