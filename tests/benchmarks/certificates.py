@@ -1,15 +1,19 @@
 """Certifies strategies on the real model: every built-in prompt, greedy and sampled.
 
     python tests/benchmarks/certificates.py --dtype bfloat16 [--max-new-tokens 96]
+    python tests/benchmarks/certificates.py --dtype float32 --max-new-tokens 128 \
+        --drafter run/drafter
 
-Answers are made by `jaxdec.generate` in batches of 8, each request with a seed of its
-own, and judged by `jaxdec.certify`. Ends with exit code 1 if one is not lossless.
+With a drafter its own strategies are certified, by the rules that they have. Answers
+are made by `jaxdec.generate` in batches of 8, each request with a seed of its own, and
+judged by `jaxdec.certify`. Ends with exit code 1 if one is not lossless.
 """
 
 import argparse
 import sys
 
 import jaxdec
+from jaxdec.trained import strategies_of
 
 CASES = (
     ("greedy", 0.0),
@@ -23,6 +27,14 @@ CASES = (
 BATCH = 8
 
 
+def cases_of(folder, lm):
+    """What a drafter can do, greedy and sampled."""
+    drafter = jaxdec.load_drafter(folder, lm)
+    made = strategies_of(drafter)
+    found = [(made[name], t) for name in made if name != "first_of" for t in (0.0, 0.7)]
+    return (*found, (jaxdec.trained(drafter, rule="rejection"), 0.7))
+
+
 def main():
     """Prints a line for every strategy and temperature."""
     parser = argparse.ArgumentParser(
@@ -33,11 +45,13 @@ def main():
     parser.add_argument(
         "--last", type=int, default=0, help="only so many, from the end"
     )
+    parser.add_argument("--drafter", help="a trained one, in place of the usual cases")
     options = parser.parse_args()
     lm = jaxdec.load("smollm2", dtype=options.dtype)
+    cases = CASES if options.drafter is None else cases_of(options.drafter, lm)
     prompts = [prompt.text for prompt in jaxdec.prompts.builtin()]
     all_passed = True
-    for strategy, temperature in CASES[-options.last :]:
+    for strategy, temperature in cases[-options.last :]:
         outputs = [
             jaxdec.generate(
                 lm,
