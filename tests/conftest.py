@@ -63,6 +63,7 @@ def pytest_configure(config):
 
 
 SLOW = (
+    "test_checkpoints.py::test_all_its_strategies_are_certified",
     "tests/drafters/",
     "test_mesh.py",
     "test_readme.py::test_the_server_and_the_certificate_run",
