@@ -42,6 +42,14 @@ def test_round_trip(tmp_path, tree):
     assert_equal(load_params(tmp_path / "p", as_tuple)[0], as_tuple)
 
 
+def test_a_folder_does_not_say_where_it_was_made(tmp_path, tree):
+    save_params(tmp_path / "params", tree, {"a": 1})
+    files = [x for x in (tmp_path / "params").rglob("*") if x.is_file()]
+    assert files
+    for file in files:
+        assert str(tmp_path).encode() not in file.read_bytes(), file
+
+
 def test_every_difference_is_listed(tmp_path, tree):
     save_params(tmp_path / "p", tree, {})
     template = jax.eval_shape(lambda: tree)
