@@ -22,9 +22,9 @@ from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.drafters.calibration import read_calibration
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.mtp import read_native
-from jaxdec.io.drafters.own import HEADS, is_own, read_own, write_own
+from jaxdec.io.drafters.own import is_own, read_own, write_own
 from jaxdec.io.drafters.read import open_drafter, read_drafter
-from jaxdec.io.drafters.sharing import share_with_target
+from jaxdec.io.drafters.sharing import HEADS, share_with_target
 from jaxdec.io.tokenizer import Tokenizer
 from jaxdec.models.block import make_block_net
 from jaxdec.models.block_weights import (

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxdec.io.checkpoint import CheckpointError, config_from_json, config_to_json
 from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
+from jaxdec.io.drafters.sharing import HEADS
 from jaxdec.io.orbax import load_metadata, load_params, save_params
 from jaxdec.models.block import BlockConfig
 from jaxdec.models.block_weights import expected_block_tensors
@@ -24,9 +25,6 @@ from jaxdec.models.mtp import MtpConfig, expected_mtp_tensors
 from jaxdec.models.weights import block_shapes
 
 FORMAT = "jaxdec"
-
-HEADS = ("lm_head.weight", "head.weight")
-"""What the families call a head."""
 
 _RECORDS: dict[str, tuple[type, str]] = {
     "eagle": (EagleConfig, "layers"),

@@ -12,9 +12,12 @@ from jaxdec.io.drafters.checkpoint import DrafterCheckpoint
 from jaxdec.io.drafters.words import owner
 from jaxdec.types import Params
 
+HEADS = ("lm_head.weight", "head.weight")
+"""What the families call a head."""
+
 _NAMES = {
     "embedding": ("embed_tokens.weight", "embedding.weight"),
-    "head": ("lm_head.weight", "head.weight"),
+    "head": HEADS,
 }
 
 
