@@ -51,7 +51,7 @@ def load(
     ] = None,
     prefill_chunk: Annotated[
         int, typer.Option(help="Prompt tokens read between two steps.", min=1)
-    ] = 64,
+    ] = 96,  # `jaxdec.decoding.PREFILL_CHUNK`, without importing jax.
     rate: Annotated[float, typer.Option(help="Requests per second.")] = 2.0,
     requests: Annotated[int, typer.Option(help="How many.", min=1)] = 64,
     arrivals: Annotated[

@@ -25,6 +25,7 @@ from jaxdec.server import Server
 from jaxdec.serving_costs import Profile
 from jaxdec.simulation import Arrival, simulate
 from jaxdec.speculation import Acceptance
+from jaxdec.strategies import resolve
 from jaxdec.traffic import Traffic, drive, prompts_of
 from jaxdec.trained import TrainedConfig
 
@@ -248,9 +249,12 @@ def measure(
     server = setup.server(lm, config, "first_come")
     arrivals = setup.draw()
     tokens = sum(a.prompt_length + a.output_length / 2 for a in arrivals)
-    costs = server.measure_costs(round(tokens / len(arrivals)), progress=progress)
-    acceptance = Acceptance()
+    context = round(tokens / len(arrivals))
+    costs = server.measure_costs(context, progress=progress)
+    acceptance, plain = Acceptance(), None
     if config.length:
+        alone = setup.server(lm, resolve("greedy"), "first_come")
+        plain = alone.measure_costs(context, progress=progress)
         first = [dataclasses.replace(a, arrival_s=0.0) for a in arrivals[:NUM_PROBES]]
         prompts = _prompts(lm, first, setup)
         records = drive(
@@ -267,6 +271,7 @@ def measure(
         acceptance=acceptance,
         prefill_chunk=setup.prefill_chunk,
         strategy=config.name,
+        plain=plain,
     )
 
 
@@ -344,10 +349,13 @@ def sweep(
     `MOST_SWEPT`. Without drafts only plain decoding is looked at.
 
     Returns:
-        Of each rate: ``rate``, and the figures of each of `SPECULATION`.
+        Of each rate: ``rate``, and the figures of each of `SPECULATION`, and of plain
+        decoding on a server without a drafter, if it was measured.
     """
     drafts = profile.acceptance.length > 0
-    kinds = SPECULATION if drafts else ("off",)
+    servers = dict.fromkeys(SPECULATION if drafts else ("off",), profile)
+    if profile.plain is not None:
+        servers["plain"] = profile.without_drafter()
     num = max(setup.traffic.num_requests, 8 * setup.num_slots * num_replicas)
     found = []
     for index, rate in enumerate(rates):
@@ -356,18 +364,18 @@ def sweep(
         )
         part = dataclasses.replace(setup, traffic=traffic)
         point: dict[str, Any] = {"rate": rate}
-        for place, kind in enumerate(kinds):
+        for place, (kind, served) in enumerate(servers.items()):
             text = f"{rate:g} requests/s, {kind}"
-            progress(index * len(kinds) + place, len(rates) * len(kinds), text)
+            progress(index * len(servers) + place, len(rates) * len(servers), text)
             records = imitate(
                 part,
-                profile,
+                served,
                 setup.policies[0],
                 num_replicas=num_replicas,
                 route=route,
-                kind=kind,
+                kind="off" if kind == "plain" else kind,
             )
-            point[kind] = figures([records], setup.objective, bound_ms(profile)[0])
+            point[kind] = figures([records], setup.objective, bound_ms(served)[0])
         found.append(point)
     return found
 

@@ -106,16 +106,18 @@ def measure_costs(
             )
         return spent
 
+    # In turns, so that what else disturbs the machine meets all of them.
     counts = running_counts(num_slots)
+    cases = [(length, num) for length in lengths for num in counts]
+    samples: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    for turn in range(repeats + 1):
+        for index, (length, num) in enumerate(cases):
+            done, total = turn * len(cases) + index, (repeats + 1) * len(cases)
+            progress(done, total, f"a step of {num}, {length} draft tokens")
+            samples[length, num].append(step(num, length))
     by_length: dict[int, tuple[float, ...]] = {}
-    for index, length in enumerate(lengths):
-        times = []
-        for place, num_running in enumerate(counts):
-            done, total = index * len(counts) + place, len(lengths) * len(counts)
-            progress(done, total, f"a step of {num_running}, {length} draft tokens")
-            step(num_running, length)
-            samples = [step(num_running, length) for _ in range(repeats)]
-            times.append(statistics.median(samples))
+    for length in lengths:
+        times = [statistics.median(samples[length, num][1:]) for num in counts]
         between = np.interp(np.arange(1, num_slots + 1), counts, times)
         by_length[length] = tuple(between.tolist())
     device.insert(row, 0)
@@ -142,12 +144,34 @@ class Profile:
     prefill_chunk: int
     """Tokens of the chunk that was measured."""
     strategy: str
+    plain: CostTable | None = None
+    """The costs of plain decoding on a server of its own, which no drafter slows down;
+    None where nothing is drafted, or it was not measured."""
 
     def rule(self, kind: str) -> Callable[[int], int] | None:
         """The rule of a server for one of `SPECULATION`."""
         if kind == "scheduled":
             return speculation.scheduled(self.costs, self.acceptance)
         return None if kind == "fixed" else lambda num_running: 0
+
+    def without_drafter(self) -> "Profile":
+        """The server of plain decoding that was measured beside this one.
+
+        Raises:
+            ValueError: none was.
+        """
+        if self.plain is None:
+            raise ValueError(
+                f"the profile of {self.strategy!r} has no costs of plain decoding; "
+                "measure it again"
+            )
+        return dataclasses.replace(
+            self,
+            costs=self.plain,
+            acceptance=Acceptance(),
+            strategy="greedy",
+            plain=None,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -161,18 +185,26 @@ class Profile:
             ValueError: it is of something else.
         """
         try:
-            costs, acceptance = dict(values["costs"]), dict(values["acceptance"])
-            limited = [(n, tuple(times)) for n, times in costs["limited_s"]]
-            costs |= {"step_s": tuple(costs["step_s"]), "limited_s": tuple(limited)}
+            acceptance = dict(values["acceptance"])
             acceptance["conditional"] = tuple(acceptance["conditional"])
+            plain = values.get("plain")
             return cls(
-                costs=CostTable(**costs),
+                costs=_table(values["costs"]),
                 acceptance=Acceptance(**acceptance),
                 prefill_chunk=values["prefill_chunk"],
                 strategy=values["strategy"],
+                plain=None if plain is None else _table(plain),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"this is no profile of a server ({type(error).__name__}: {error}); "
                 "make one with jaxdec load --save-profile"
             ) from None
+
+
+def _table(values: Mapping[str, Any]) -> CostTable:
+    """Costs, from JSON values."""
+    costs = dict(values)
+    limited = [(n, tuple(times)) for n, times in costs["limited_s"]]
+    costs |= {"step_s": tuple(costs["step_s"]), "limited_s": tuple(limited)}
+    return CostTable(**costs)

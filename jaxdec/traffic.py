@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxdec import simulation
+from jaxdec.call import encode
 from jaxdec.counts import Number
 from jaxdec.latency import Record
 from jaxdec.policies import check_whole
@@ -28,6 +29,7 @@ from jaxdec.ticket import Ticket
 
 ARRIVALS = ("poisson", "bursty")
 NUM_PRIORITIES = 3
+SHORTEST_MESSAGE = 8  # Tokens of a message worth a chat template.
 LONGEST_SLEEP_S = 0.05
 
 
@@ -144,21 +146,41 @@ def read_lengths(path: str | Path, max_length: int) -> np.ndarray:
 
 
 def prompts_of(lm: Any, lengths: Sequence[int], seed: int) -> list[list[int]]:
-    """Token ids of text of those lengths; of a model without a tokenizer, any ids."""
+    """Token ids of text of those lengths; of a model without a tokenizer, any ids.
+
+    What a chat model is asked is a user's message, where the length has room for one:
+    how much of a draft is accepted depends on it.
+    """
     rng = np.random.default_rng((seed, 4))
     if lm.tokenizer is None:
         return [rng.integers(lm.config.vocab_size, size=n).tolist() for n in lengths]
     texts = [lm.tokenizer.encode(prompt.text + "\n") for prompt in builtin()]
+    before, after = _frame(lm)
 
     def one(length: int) -> list[int]:
         """From the beginning of some text, and on into the next ones."""
+        room = length - len(before) - len(after)
+        has_frame = room >= SHORTEST_MESSAGE
+        size = room if has_frame else length
         tokens, which = [], int(rng.integers(len(texts)))
-        while len(tokens) < length:
+        while len(tokens) < size:
             tokens += texts[which % len(texts)]
             which += 1
-        return tokens[:length]
+        return [*before, *tokens[:size], *after] if has_frame else tokens[:size]
 
     return [one(int(length)) for length in lengths]
+
+
+def _frame(lm: Any) -> tuple[list[int], list[int]]:
+    """The tokens that stand before and after a user's message."""
+    one, other = (encode(lm, text, None, None, 0) for text in ("yes", "Where?"))
+
+    def shared(a, b):
+        differs = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+        return next(differs, 0)
+
+    num_before, num_after = shared(one, other), shared(one[::-1], other[::-1])
+    return one[:num_before], one[len(one) - num_after :]
 
 
 def drive(

@@ -15,6 +15,7 @@ import toy
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxdec import batching, decoding, program, strategies
+from jaxdec.cache import BLOCK as BLOCK_SLOTS
 from jaxdec.draft_length import when_wanted
 from jaxdec.drafters.draft_model import draft_model
 from jaxdec.drafters.dspark import block_drafter
@@ -278,6 +279,34 @@ def compiled_here():
     yield
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
+
+
+def test_layers_of_a_branch_read_their_caches_in_one_place():
+    """Blocks of all layers at once, in fresh memory, took half of a step."""
+
+    def temporaries(num_layers):
+        config = dataclasses.replace(CONFIG, num_layers=num_layers)
+        model = make_model(config)
+        cache = jax.eval_shape(lambda: model.init_cache(BATCH, CAPACITY))
+        tokens = jax.ShapeDtypeStruct((BATCH, 3), jnp.int32)
+
+        def scores(which, params, cache, tokens, position):
+            def of_width(num):
+                def branch():
+                    inputs = tokens[:, :num], position[:, :num], None
+                    output = model.read(params, cache, *inputs)[1]
+                    return output.logits[:, 0]
+
+                return branch
+
+            return jax.lax.switch(which, [of_width(1), of_width(3)])
+
+        which, params = jax.ShapeDtypeStruct((), jnp.int32), abstract_params(config)
+        lowered = jax.jit(scores).lower(which, params, cache, tokens, tokens)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    block = BATCH * CONFIG.num_kv_heads * BLOCK_SLOTS * CONFIG.head_dim * 4
+    assert temporaries(6) - temporaries(2) < block
 
 
 @pytest.fixture(scope="module")

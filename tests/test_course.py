@@ -306,7 +306,7 @@ PROFILE = Profile(
         limited_s=((0, (0.03, 0.04)), (2, (0.035, 0.05))),
     ),
     acceptance=Acceptance(conditional=(0.6, 0.5, 0.4, 0.3)),
-    prefill_chunk=64,
+    prefill_chunk=96,
     strategy="lookup",
 )
 

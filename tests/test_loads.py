@@ -175,6 +175,7 @@ def test_a_load_test_measures_serves_and_imitates(lm):
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     assert Profile.from_dict(json.loads(json.dumps(report["profile"]))) == profile
     assert profile.strategy == "lookup" and profile.acceptance.length == 2
+    assert len(profile.plain.step_s) == 2 and profile.plain.limited_s == ()
     assert (
         len(profile.costs.step_s) == 2 and len(report["scheduled_draft_lengths"]) == 2
     )
@@ -255,6 +256,36 @@ def test_prompts_are_text_of_the_lengths_asked_for(lm):
     assert [len(p) for p in prompts] == lengths
     assert "the" in lm.tokenizer.decode(prompts[2])
     assert prompts == traffic.prompts_of(lm, lengths, 0)
+
+
+def test_a_chat_model_is_asked_as_users_ask_it(lm, monkeypatch):
+    def encode(lm, text, chat, system, row):
+        return [1, 2, *lm.tokenizer.encode(text), 3, 4, 5]
+
+    monkeypatch.setattr(traffic, "encode", encode)
+    short, least, long = traffic.prompts_of(lm, [12, 13, 500], 0)
+    assert [len(p) for p in (short, least, long)] == [12, 13, 500]
+    assert short[:2] != [1, 2] and short[-3:] != [3, 4, 5]
+    for prompt in (least, long):
+        assert prompt[:2] == [1, 2] and prompt[-3:] == [3, 4, 5]
+    assert "the" in lm.tokenizer.decode(long[2:-3])
+
+
+def test_a_sweep_has_a_server_without_a_drafter_beside_it():
+    plain = CostTable(step_s=(0.1, 0.2), chunk_s=0.4, insert_s=0.03, extract_s=0.01)
+    both = dataclasses.replace(PROFILE, plain=plain)
+    assert Profile.from_dict(json.loads(json.dumps(both.to_dict()))) == both
+    (point,) = load_run.sweep(small(), both, [4.0])
+    alone = Profile(
+        costs=plain, acceptance=Acceptance(), prefill_chunk=16, strategy="greedy"
+    )
+    assert both.without_drafter() == alone
+    (expected,) = load_run.sweep(small(), alone, [4.0])
+    assert point["plain"] == expected["off"] != point["off"]
+    (without,) = load_run.sweep(small(), PROFILE, [4.0])
+    assert "plain" not in without
+    with pytest.raises(ValueError, match="'lookup' has no costs of plain decoding"):
+        PROFILE.without_drafter()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jaxdec.latency import Objective, Record
 from jaxdec.report.tables import Record as Report
 from jaxdec.serving_costs import Profile
 
-KINDS = load_run.SPECULATION
+KINDS = (*load_run.SPECULATION, "plain")
 
 
 def max_rate(setup: load_run.Setup, profile: Profile) -> float:

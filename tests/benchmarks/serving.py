@@ -7,7 +7,7 @@ alone: 50 requests in random order of arrival, with cancels, mixed draft lengths
     what it says alone on the same server, token for token; all slots are free then.
 gaps: a stream of long prompts beside running requests: P99 and longest token gap, the
     bound, and chunk and step times as they were measured before.
-throughput: greedy decoding of 8 prompts x 64 tokens (bf16, everything included, medians
+throughput: greedy decoding of 8 prompts x 128 tokens (bf16, all included, medians
     of 5, in turns): one slot, 8 slots, and with ``--transformers`` (needs torch and
     transformers) their batched ``generate`` on the same weights.
 
@@ -27,7 +27,7 @@ from jaxdec.prompts import builtin
 from jaxdec.scheduling import token_gap_bound
 
 REPEATS = 5
-NEW_TOKENS = 64
+NEW_TOKENS = 128
 LENGTH = 4
 
 
