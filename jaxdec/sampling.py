@@ -121,21 +121,33 @@ def first_max(
     """
     size = values.shape[-1]
     if values.size < _LARGE or size % _PART:
-        return _first_max(values)
-    # Of the parts first, then within one: a comparison with every value would write as
-    # much as there is to read.
-    parts = values.reshape(*values.shape[:-1], size // _PART, _PART)
-    which, largest = _first_max(jnp.max(parts, axis=-1))
-    part = jnp.take_along_axis(parts, which[..., None, None], axis=-2)[..., 0, :]
-    return which * _PART + _first_max(part)[0], largest
+        index, value = _first_max(values)
+    else:
+        # Of the parts first, then within one: a comparison with every value would write
+        # as much as there is to read.
+        parts = values.reshape(*values.shape[:-1], size // _PART, _PART)
+        which, value = _first_max(jnp.max(parts, axis=-1))
+        part = jnp.take_along_axis(parts, which[..., None, None], axis=-2)[..., 0, :]
+        index = which * _PART + _first_max(part)[0]
+    return index, jnp.where(_has_nan(values), jnp.nan, value)
 
 
 def _first_max(values):
+    """`first_max`, but for the NaN."""
     largest = jnp.max(values, axis=-1, keepdims=True)
     size = values.shape[-1]
     index = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
     first = jnp.min(jnp.where(values == largest, index, size), axis=-1)
     return jnp.minimum(first, jnp.int32(size - 1)), largest[..., 0]
+
+
+def _has_nan(values):
+    """Whether there is one, or infinities of both signs.
+
+    XLA's maximum on CPU passes over a NaN where there are several rows; its sum does
+    not, and is as cheap.
+    """
+    return jnp.isnan(jnp.sum(values, axis=-1))
 
 
 def judge(
@@ -176,7 +188,8 @@ def judge(
     def full():
         adjusted = adjust(sequences, nodes, logits, processor)
         greedy, peak = first_max(adjusted)
-        is_finite = jnp.isfinite(peak) & jnp.isfinite(jnp.max(logits, axis=-1))
+        raw = jnp.where(_has_nan(logits), jnp.nan, jnp.max(logits, axis=-1))
+        is_finite = jnp.isfinite(peak) & jnp.isfinite(raw)
 
         def draw():
             unnormalised = _filtered(sampling, adjusted)
