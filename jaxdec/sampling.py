@@ -109,7 +109,7 @@ def gumbel_from_bits(bits: UInt32[Array, "*axes"]) -> Float[Array, "*axes"]:
 
 _PART = 256
 _LARGE = 2**17
-"""Values from which on `first_max` goes by parts; 3 times as fast on CPU."""
+"""Values from which on `first_max` goes by parts on CPU, 3 times as fast."""
 
 
 def first_max(
@@ -119,17 +119,24 @@ def first_max(
 
     The index is valid whatever the values are; a NaN among them makes the value NaN.
     """
-    size = values.shape[-1]
-    if values.size < _LARGE or size % _PART:
+    if values.size < _LARGE or values.shape[-1] % _PART:
         index, value = _first_max(values)
     else:
-        # Of the parts first, then within one: a comparison with every value would write
-        # as much as there is to read.
-        parts = values.reshape(*values.shape[:-1], size // _PART, _PART)
-        which, value = _first_max(jnp.max(parts, axis=-1))
-        part = jnp.take_along_axis(parts, which[..., None, None], axis=-2)[..., 0, :]
-        index = which * _PART + _first_max(part)[0]
+        index, value = lax.platform_dependent(
+            values, cpu=_first_max_by_parts, default=_first_max
+        )
     return index, jnp.where(_has_nan(values), jnp.nan, value)
+
+
+def _first_max_by_parts(values):
+    """`_first_max` of parts, then within one of them.
+
+    A comparison with every value would write as much as there is to read.
+    """
+    parts = values.reshape(*values.shape[:-1], -1, _PART)
+    which, largest = _first_max(jnp.max(parts, axis=-1))
+    part = jnp.take_along_axis(parts, which[..., None, None], axis=-2)[..., 0, :]
+    return which * _PART + _first_max(part)[0], largest
 
 
 def _first_max(values):

@@ -288,13 +288,17 @@ def _ungrouped(carry, num):
 
 
 def _zero_of(x):
-    """0, which the compiler believes to depend on `x`.
+    """0, which XLA on CPU believes to depend on `x`.
 
     What a forward leaves alone could be read at any time, and XLA reads it all at
     once, before the first layer: 60 blocks at the same time in fresh memory, where
     otherwise one place serves them all. It took half of a step.
     """
-    return (x.reshape(-1)[0] > jnp.inf).astype(jnp.int32)
+    return jax.lax.platform_dependent(
+        x[(0,) * x.ndim],
+        cpu=lambda one: (one > jnp.inf).astype(jnp.int32),
+        default=lambda one: jnp.int32(0),
+    )
 
 
 def _read_cache(query, keys, values, end, visible, softcap, zero=None):

@@ -170,6 +170,9 @@ def _draw(
         axes.axhline(bound, color="black", linestyle="--", label="bound")
     if is_log:
         axes.set_xscale("log")
+        rates = curves[0][1]
+        axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
