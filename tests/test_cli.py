@@ -15,7 +15,7 @@ from helpers_tiny import CONFIG, write_model
 from safetensors.numpy import save_file
 
 import jaxdec
-from jaxdec import console
+from jaxdec import console, options
 from jaxdec.certificate import certify as conclude
 from jaxdec.cli import app
 from jaxdec.io import hub
@@ -129,7 +129,6 @@ def is_one_line(err):
         (["generate", "x", "--strategy", "magic"], "unknown strategy 'magic'"),
         (["generate", "x", "--strategy", "magic"], "with --drafter PATH, mtp, eagle"),
         (["generate", "x", "--drafter", "nowhere"], "no drafter 'nowhere'"),
-        (["generate", "x", "--strategy", "draft_model"], "needs a model: add --draft-"),
         (["generate", "x", "--draft-model", "m"], "and greedy was asked for"),
         (["generate", "x", "--temperature", "-1"], "temperature"),
         (["generate", "x", "--temperature", "nan"], "temperature"),
@@ -154,6 +153,18 @@ def test_errors_are_one_line(run, arguments, words):
     status, out, err = run(*arguments)
     assert status == 1 and out == ""
     assert is_one_line(err) and words in err, err
+
+
+def test_a_draft_model_must_come_from_somewhere(run, monkeypatch, tmp_path):
+    model = str(write_model(tmp_path / "model"))
+    asked = ["generate", "x", "--model", model, "--strategy", "draft_model"]
+    status, out, err = run(*asked)  # One that is shipped is for another model.
+    assert status == 1 and out == "" and is_one_line(err)
+    assert "its name gives none; pass" in err and "--draft-model MODEL" in err
+    monkeypatch.setattr(options, "checkpoints", lambda: tmp_path / "nowhere")
+    status, out, err = run(*asked)
+    assert status == 1 and out == "" and is_one_line(err)
+    assert "needs a model: add --draft-" in err
 
 
 @pytest.mark.parametrize(

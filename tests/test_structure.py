@@ -11,7 +11,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 MAX_LINES = 450
 
 LEVELS = {
-    0: ("types", "models/config", "models/eagle_config", "prompts"),
+    0: ("types", "reductions", "models/config", "models/eagle_config", "prompts"),
     1: ("cache", "tree", "sampling", "adjustment", "sampling_params", "drafting"),
     2: ("acceptance", "draft_length", "models", "verification"),
     3: ("drafters",),

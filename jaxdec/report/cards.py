@@ -68,10 +68,13 @@ def _run(run: Mapping[str, Any]) -> str:
     if "recipe" not in run:
         return f"- begun from a drafter in the format {run['format']}, `{run['hash']}`"
     recipe = run["recipe"]
+    held = f"held for {recipe['hold']:.0%}"
+    if recipe.get("schedule") == "constant":
+        held = "constant"
     return (
         f"- {run['steps']:,} of {recipe['steps']:,} steps in {run['minutes']:.0f} "
         f"minutes, {run['tokens_read']:,} tokens read (learning rate "
-        f"{recipe['learning_rate']:g}, held for {recipe['hold']:.0%}, seed "
+        f"{recipe['learning_rate']:g}, {held}, seed "
         f"{recipe['seed']})"
     )
 
