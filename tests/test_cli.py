@@ -15,7 +15,7 @@ from helpers_tiny import CONFIG, write_model
 from safetensors.numpy import save_file
 
 import jaxdec
-from jaxdec import console, options
+from jaxdec import console
 from jaxdec.certificate import certify as conclude
 from jaxdec.cli import app
 from jaxdec.io import hub
@@ -161,7 +161,7 @@ def test_a_draft_model_must_come_from_somewhere(run, monkeypatch, tmp_path):
     status, out, err = run(*asked)  # One that is shipped is for another model.
     assert status == 1 and out == "" and is_one_line(err)
     assert "its name gives none; pass" in err and "--draft-model MODEL" in err
-    monkeypatch.setattr(options, "checkpoints", lambda: tmp_path / "nowhere")
+    monkeypatch.setattr("jaxdec.shipped.checkpoints", lambda: tmp_path / "nowhere")
     status, out, err = run(*asked)
     assert status == 1 and out == "" and is_one_line(err)
     assert "needs a model: add --draft-" in err
