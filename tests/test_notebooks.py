@@ -177,8 +177,8 @@ assert set(pictures) == {"tpot", "tokens_per_step", "acceptance", "quality", "co
 assert course.Advice(comparison).best in ("greedy", "lookup", "eagle3")
 """,
     "08_scheduling": """
-assert len(answer.rows) == 3 * len(rates)
-assert set(answer.column("drafts")) == set(load_run.SPECULATION)
+assert len(answer.rows) == 4 * len(rates)
+assert set(answer.column("drafts")) == {*load_run.SPECULATION, "plain"}
 waits = [point["off"]["ttft_ms"] for point in sweep]
 assert waits[-1] > waits[0]
 table = course.latency_table(runs, profile)
