@@ -163,9 +163,9 @@ def test_nothing_to_show(run, model):
         ([" "], "prompt is empty"),
         (["x", "--strategy", "magic"], "unknown strategy 'magic'"),
         (["x", "--drafter", "nowhere"], "no drafter 'nowhere'"),
-        (["x", "--strategy", "draft_model"], "needs a model: add --draft-"),
         (["x", "--temperature", "-1"], "temperature"),
         (["x", "--draft-length", "0"], "length"),
+        (["x", "--draft-model", "m"], "and lookup was asked for"),
         (["x", "--model", "missing.gguf"], "missing.gguf"),
     ],
 )
