@@ -108,8 +108,8 @@ course.draw_requests(queues["shortest_remaining"], "shortest remaining first")
 # ## Loads that this machine cannot carry
 #
 # The simulated clock goes on where the server cannot. *Fixed* always drafts the whole
-# length, *off* never, and *scheduled* asks the table above; *plain* is a server that has
-# no drafter at all.
+# length, *off* never, and *scheduled* asks the table above; *plain* is a server that
+# has no drafter at all.
 
 # %%
 rates = [most * share for share in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)]
