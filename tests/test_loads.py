@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 import math
 import types
@@ -11,8 +12,9 @@ import pytest
 from helpers_tiny import write_model
 
 import jaxdec
-from jaxdec import console, load_run, simulation, traffic
+from jaxdec import console, load_command, load_run, simulation, traffic
 from jaxdec.cli import app
+from jaxdec.decoding import PREFILL_CHUNK
 from jaxdec.latency import Objective, summarise
 from jaxdec.load_run import Profile, Setup
 from jaxdec.scheduling import CostTable
@@ -269,6 +271,11 @@ def test_a_chat_model_is_asked_as_users_ask_it(lm, monkeypatch):
     for prompt in (least, long):
         assert prompt[:2] == [1, 2] and prompt[-3:] == [3, 4, 5]
     assert "the" in lm.tokenizer.decode(long[2:-3])
+
+
+def test_the_command_reads_chunks_as_large_as_the_engine_does():
+    parameter = inspect.signature(load_command.load).parameters["prefill_chunk"]
+    assert parameter.default == PREFILL_CHUNK
 
 
 def test_a_sweep_has_a_server_without_a_drafter_beside_it():
