@@ -20,6 +20,9 @@ from jaxdec.types import pytree
 BLOCK = 256
 """Slots that attention reads at a time; capacities are multiples of it."""
 
+MAX_STEP_ROWS = 16
+"""A forward of more rows may be a chunk of a prompt, and may reach past the end."""
+
 
 def round_capacity(capacity: int) -> int:
     """The smallest multiple of `BLOCK` that holds `capacity` slots.
@@ -94,11 +97,17 @@ def write_tail(
 
     In place, both ways: a slice update for one row, and for several the scatter that
     `vmap` makes of it. (One slice update after another, row by row, makes XLA on CPU
-    copy the whole buffer.) The caller guarantees room, for an update past the end would
-    be clamped silently; the engine does so by its `headroom`.
+    copy the whole buffer.)
+
+    An update past the end would be clamped silently. For steps the caller guarantees
+    room: the engine does so by its `headroom`. A chunk of a prompt, more than
+    `MAX_STEP_ROWS`, may reach past the end, and what does so is dropped: a row need not
+    be longer than what it says for padding's sake.
     """
     zero = jnp.int32(0)
     rows = rows.astype(buffer.dtype)
+    if rows.shape[2] > MAX_STEP_ROWS:
+        return jax.vmap(_write_what_fits)(buffer, rows, length)
     if buffer.shape[0] == 1:
         start = (zero, zero, length[0], zero)
         return jax.lax.dynamic_update_slice(buffer, rows, start)
@@ -107,6 +116,18 @@ def write_tail(
         return jax.lax.dynamic_update_slice(buffer, rows, (zero, start, zero))
 
     return jax.vmap(write)(buffer, rows, length)
+
+
+def _write_what_fits(buffer, rows, start):
+    """One row of the batch; what lies past the end is dropped."""
+    num = min(rows.shape[1], buffer.shape[1])
+    zero, first = jnp.int32(0), jnp.minimum(start, buffer.shape[1] - num)
+    # The slots before `start` that the update then covers keep what they hold.
+    index = jnp.arange(num, dtype=jnp.int32) - (start - first)
+    old = jax.lax.dynamic_slice_in_dim(buffer, first, num, axis=1)
+    new = jnp.take(rows, jnp.maximum(index, 0), axis=1, mode="clip")
+    new = jnp.where((index >= 0)[None, :, None], new, old)
+    return jax.lax.dynamic_update_slice(buffer, new, (zero, first, zero))
 
 
 def _compact(buffer, path, length):

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdec.cache import round_capacity
-from jaxdec.decoding import PREFILL_CHUNK
+from jaxdec.cache import MAX_STEP_ROWS, round_capacity
 from jaxdec.lm import LM
 from jaxdec.program import ProgramKey, bucket, make_request
 from jaxdec.rounding import COMMON, EXACT_WIDTH
@@ -169,7 +168,7 @@ def check(
                 f"{config.length + 1} nodes are {needed}; pass exact={needed} to every "
                 "call that is to be compared"
             )
-    headroom = max(PREFILL_CHUNK, config.length + 1 + max(exact_width, COMMON))
+    headroom = max(MAX_STEP_ROWS, config.length + 1 + max(exact_width, COMMON))
     most = round_capacity(lm.config.max_positions + headroom)
     key = ProgramKey(
         config=config,

@@ -7,6 +7,8 @@ import pytest
 import toy
 
 from jaxdec.cache import BLOCK, init_kv_cache, round_capacity, write_tail
+from jaxdec.drafters.draft_model import draft_model
+from jaxdec.drafters.none import none
 
 
 def numbered(lengths, capacity=BLOCK):
@@ -92,6 +94,56 @@ def test_a_tail_may_lie_across_blocks(batch, start):
         np.testing.assert_array_equal(
             np.asarray(written)[row, :, keep], np.asarray(cache.keys[0])[row, :, keep]
         )
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("start", [0, 200, 239, 240, 250, 255])
+@pytest.mark.parametrize("num", [17, 100, 300])
+def test_what_a_chunk_writes_past_the_end_is_dropped(batch, start, num):
+    cache = numbered([start] * batch)
+    length = jnp.maximum(cache.length - 7 * jnp.arange(batch, dtype=jnp.int32), 0)
+    rows = -jnp.arange(batch * 2 * num * 4, dtype=jnp.float32).reshape(batch, 2, num, 4)
+    written = np.asarray(write_tail(cache.keys[0], rows, length))
+    wanted = np.array(cache.keys[0])
+    for row, first in enumerate(np.asarray(length)):
+        fits = min(num, BLOCK - first)
+        wanted[row, :, first : first + fits] = rows[row, :, :fits]
+    np.testing.assert_array_equal(written, wanted)
+
+
+@pytest.mark.parametrize("kind", ["none", "draft", "tree", "exact"])
+def test_a_prompt_whose_last_chunk_reaches_past_the_end(kind):
+    """A row has room for what it says, and none for the padding of its chunks."""
+    target, draft = toy.tiny_params(), toy.weights(toy.DRAFT_CONFIG, 7)
+    drafter, model = draft_model(toy.tiny_draft(), toy.K), toy.tiny()
+    if kind == "tree":
+        drafter = toy.tree_of(drafter)
+    if kind == "exact":
+        model = toy.tiny(min_rows=16, is_exact=True)
+    if kind == "none":
+        drafter, draft = none(), None
+
+    def build(capacity):
+        built = toy.compiled(
+            model,
+            drafter,
+            target=target,
+            own=draft,
+            capacity=capacity,
+            prefill_chunk=100,
+        )
+        return built, capacity - built.strategy.headroom
+
+    small, room = build(BLOCK)
+    large, _ = build(2 * BLOCK)
+    assert 200 + 100 > BLOCK > room > 216  # The third chunk is the one.
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, toy.VOCAB, n).tolist() for n in (room - 12, 203, 5)]
+    request = toy.make_request(prompts, max_new=12, buffer=BLOCK)
+    found, wanted = toy.run(small, request), toy.run(large, request)
+    assert toy.tokens_of(found[0]) == toy.tokens_of(wanted[0])
+    assert [len(said) for said in toy.tokens_of(found[0])] == [12, 12, 12]
+    assert int(found[2]) == int(wanted[2])  # The drafter read the same.
 
 
 @pytest.mark.parametrize("length", [239, 248, 255, 256, 257, 270])

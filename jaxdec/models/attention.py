@@ -150,7 +150,9 @@ def attend_in_order(
         """The entries this forward wrote, ``[B, T, G, D]``."""
 
         def one(buffer, start):
-            return jax.lax.dynamic_slice_in_dim(buffer, start, num, axis=1)
+            # Where a chunk reaches past the end, the rest is not there to be read.
+            slot = start + jnp.arange(num, dtype=jnp.int32)
+            return jnp.take(buffer, slot, axis=1, mode="clip")
 
         return jax.vmap(one)(buffer, length).transpose(0, 2, 1, 3)
 
@@ -330,7 +332,8 @@ def _read_blocks(query, block_fn, capacity, end, visible, softcap):
 
     carry = read(jnp.int32(0), _nothing(query))
     if capacity > BLOCK:
-        num_blocks = (jnp.max(end) + BLOCK - 1) // BLOCK
+        # The padding of a chunk may lie past the end.
+        num_blocks = (jnp.minimum(jnp.max(end), capacity) + BLOCK - 1) // BLOCK
         carry = jax.lax.fori_loop(
             1, num_blocks, lambda i, c: read(i.astype(jnp.int32) * BLOCK, c), carry
         )

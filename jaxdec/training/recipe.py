@@ -181,5 +181,10 @@ def recipe_from(values: Mapping[str, Any]) -> Recipe:
             f"a recipe for {kind} has no {', '.join(unknown)}; it has "
             f"{', '.join(sorted(known))}"
         )
-    lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
-    return RECIPES[kind](**values | lists)
+    for field in dataclasses.fields(RECIPES[kind]):
+        value = values.get(field.name)
+        if isinstance(value, list):
+            values[field.name] = tuple(value)
+        elif type(value) is int and isinstance(field.default, float):
+            values[field.name] = float(value)  # JSON need not say 1.0.
+    return RECIPES[kind](**values)

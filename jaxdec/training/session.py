@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -128,13 +129,18 @@ def _begin(start: str | Path, objective: Objective, lm: Any) -> tuple[Any, list]
     config, wanted = drafter.config, objective.config
     if drafter.family == "block":
         config = dataclasses.replace(config, temperatures=())
+        if objective.family == "block" and wanted.markov == "none":
+            # The layers of a DSpark are a beginning for a DFlash.
+            layout = ("sample_from_anchor", "block_size", "markov", "markov_rank")
+            same = {name: getattr(wanted, name) for name in (*layout, "confidence")}
+            config = dataclasses.replace(config, **same)
     if "head" in drafter.own and not has_rows_of(lm, drafter.checkpoint):
         raise ValueError(
             f"{start} has an output head of its own, and drafters are trained with the "
             "target's here; train one from nothing"
         )
-    # Those rows are not trained, so they may be others where nothing else is by token.
-    is_free = objective.family in ("eagle", "mtp")
+    # Those rows are not trained, so they may be others.
+    is_free = objective.family in ("eagle", "mtp", "block")
     if is_free and drafter.family == objective.family:
         heads = dict(own_head=False, draft_vocab_size=0)
         config, wanted = (dataclasses.replace(c, **heads) for c in (config, wanted))
@@ -143,20 +149,33 @@ def _begin(start: str | Path, objective: Objective, lm: Any) -> tuple[Any, list]
             f"{start} is not the network of this recipe ({drafter.config} against "
             f"{objective.config}); begin with a drafter of the same recipe"
         )
-    found, index = drafter.own.get("vocabulary"), objective.frozen["draft_index"]
-    is_other = found is not None and not np.array_equal(found["draft_index"], index)
-    if is_other and not is_free:
-        raise ValueError(
-            f"{start} says other tokens than those most frequent in this data; begin "
-            "with the data that it was trained on, or train from nothing"
-        )
     card = drafter.card
     runs = list(card.get("earlier", ()))
     if "recipe" in card:
         runs.append({key: card[key] for key in _RUN})
     else:  # A published drafter does not say how it was made.
         runs.append({"format": drafter.format, "hash": drafter.content_hash})
-    return drafter.own, runs
+    return _with_vocabulary(drafter.own, objective), runs
+
+
+def _with_vocabulary(own: Any, objective: Objective) -> Any:
+    """The arrays of a drafter that is to say the objective's tokens.
+
+    A Markov head has a column for each; of tokens that are new, it says nothing yet.
+    """
+    if "markov" not in own:
+        return own
+    out = np.asarray(own["markov"]["out"]["weight"])
+    index = np.asarray(objective.frozen["draft_index"])
+    # Of the target's tokens, those that it is to say, in order.
+    ids = np.flatnonzero(index < len(objective.frozen["teacher"]))
+    column = np.arange(len(index))
+    if "vocabulary" in own:
+        column = np.asarray(own["vocabulary"]["draft_index"])
+    column = column[ids]
+    is_old = column < out.shape[1]
+    wider = np.where(is_old[None], out[:, np.where(is_old, column, 0)], 0)
+    return own | {"markov": own["markov"] | {"out": {"weight": jnp.asarray(wider)}}}
 
 
 def as_drafter(

@@ -3,6 +3,8 @@
 import json
 
 import helpers_tiny
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -67,6 +69,37 @@ def test_from_prompts_to_an_exported_drafter(tmp_path, capsys):
         assert small.own["head"].shape[0] == size
         start = ("--start", folder / "drafter")
     assert small.card["earlier"][0]["recipe"]["vocabulary"] == 20
+    # So may the blocks, whose Markov head has a column for each; and a DFlash may begin
+    # with the layers of a DSpark.
+    start, blocks = (), {}
+    for name, size in (("dspark", 20), ("dspark", 30), ("dflash", 999)):
+        folder = tmp_path / f"{name}{size}"
+        few = ("train", name, "--data", store, "--out", folder, *target, *numbers)
+        few += ("--set", "learning_rate=0", "--set", "num_anchors=2")
+        few += ("--set", f"vocabulary={size}", "--set", "block_size=3")
+        code, out, err = run(capsys, *few, *start)
+        assert code == 0, err
+        blocks[size] = jaxdec.load_drafter(json.loads(out)["drafter"], lm)
+        start = ("--start", folder / "drafter")
+        if size == 20:
+            # It says nothing at first.
+            quiet = blocks[size]
+            markov = quiet.own["markov"]
+            loud = np.random.default_rng(0).normal(size=markov["out"]["weight"].shape)
+            loud = {"weight": jnp.asarray(loud, jnp.float32)}
+            quiet.own["markov"] = markov | {"out": loud}
+            jaxdec.save_drafter(folder / "drafter", quiet, lm, overwrite=True)
+    ids = [blocks[s].own["vocabulary"]["target_ids"].tolist() for s in (20, 30)]
+    old, new = (np.asarray(blocks[s].own["markov"]["out"]["weight"]) for s in (20, 30))
+    assert set(ids[0]) < set(ids[1])
+    for column, token in enumerate(ids[1]):
+        found = old[:, ids[0].index(token)] if token in ids[0] else 0 * old[:, 0]
+        np.testing.assert_array_equal(new[:, column], found)
+    assert "markov" not in blocks[999].own and "vocabulary" not in blocks[999].own
+    for one, other in zip(
+        *(jax.tree.leaves(blocks[s].own["layers"]) for s in (30, 999)), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
     # But not with a head that is none of the target's: it would not be kept.
     small.own["head"] = small.own["head"] + 1
     jaxdec.save_drafter(tmp_path / "loud", small, lm)
