@@ -33,6 +33,14 @@ def round_capacity(capacity: int) -> int:
     return -(-capacity // BLOCK) * BLOCK
 
 
+def chunk_headroom(chunk: int) -> int:
+    """Slots past the end of a row that chunks of this length may need.
+
+    None where `write_tail` drops what does not fit.
+    """
+    return chunk if chunk <= MAX_STEP_ROWS else 0
+
+
 @pytree
 class KVCache:
     """Keys and values of every layer, and how many entries of each row are live."""
@@ -107,6 +115,8 @@ def write_tail(
     zero = jnp.int32(0)
     rows = rows.astype(buffer.dtype)
     if rows.shape[2] > MAX_STEP_ROWS:
+        if buffer.shape[0] == 1:
+            return _write_what_fits(buffer[0], rows[0], length[0])[None]
         return jax.vmap(_write_what_fits)(buffer, rows, length)
     if buffer.shape[0] == 1:
         start = (zero, zero, length[0], zero)

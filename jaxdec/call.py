@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdec.cache import MAX_STEP_ROWS, round_capacity
+from jaxdec.cache import chunk_headroom, round_capacity
+from jaxdec.decoding import PREFILL_CHUNK
 from jaxdec.lm import LM
 from jaxdec.program import ProgramKey, bucket, make_request
 from jaxdec.rounding import COMMON, EXACT_WIDTH
@@ -168,7 +169,8 @@ def check(
                 f"{config.length + 1} nodes are {needed}; pass exact={needed} to every "
                 "call that is to be compared"
             )
-    headroom = max(MAX_STEP_ROWS, config.length + 1 + max(exact_width, COMMON))
+    nodes = config.length + 1 + max(exact_width, COMMON)
+    headroom = max(chunk_headroom(PREFILL_CHUNK), nodes)
     most = round_capacity(lm.config.max_positions + headroom)
     key = ProgramKey(
         config=config,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxdec import acceptance, sampling
-from jaxdec.cache import MAX_STEP_ROWS
+from jaxdec.cache import chunk_headroom
 from jaxdec.drafters.none import none
 from jaxdec.types import (
     AcceptFn,
@@ -96,8 +96,8 @@ def speculative(
     max_depth = max_length if drafter.max_depth is None else drafter.max_depth
     num_nodes = max_length + 1
     # A drafter with a cache of its own may write K tokens and a padded forward past
-    # what the target has read. Of a long chunk, what does not fit is dropped.
-    headroom = max(min(prefill_chunk, MAX_STEP_ROWS), num_nodes + model.min_rows)
+    # what the target has read.
+    headroom = max(chunk_headroom(prefill_chunk), num_nodes + model.min_rows)
     if capacity <= headroom:
         raise ValueError(
             f"capacity {capacity} leaves no room beside the {headroom} slots that a "

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from jaxdec import serving_costs
-from jaxdec.cache import MAX_STEP_ROWS, round_capacity
+from jaxdec.cache import chunk_headroom, round_capacity
 from jaxdec.call import Call, check
 from jaxdec.decoding import PREFILL_CHUNK
 from jaxdec.lm import LM
@@ -131,7 +131,7 @@ class Server:
                 preemption=preemption,
                 max_kept=num if max_kept is None else max_kept,
             )
-            headroom = max(min(prefill_chunk, MAX_STEP_ROWS), config.length + 1 + COMMON)
+            headroom = max(chunk_headroom(prefill_chunk), config.length + 1 + COMMON)
             key = ProgramKey(
                 config=config,
                 batch_size=num,

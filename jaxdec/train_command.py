@@ -119,7 +119,10 @@ def train(
         ),
     ] = None,
     start: Annotated[
-        str | None, typer.Option(help="A drafter to go on with, in a new run.")
+        str | None,
+        typer.Option(
+            help="A drafter to go on with, in a new run; the vocabulary may be another."
+        ),
     ] = None,
     until: Annotated[
         int | None,

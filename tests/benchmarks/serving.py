@@ -114,10 +114,13 @@ def gaps(lm):
 def throughput(lm, with_transformers):
     """Tokens per second of the same prompts."""
     prompts = [prompt.text for prompt in builtin()]
+    length = [len(call.encode(lm, prompt, None, None, 0)) for prompt in prompts]
     stops = list(lm.stop_tokens)
 
     def ours(slots, num, stop_tokens):
-        server = jaxdec.Server(lm, "greedy", num_slots=slots, max_length=256)
+        # As long as it takes: one block of the cache, for the equal answers.
+        longest = max(length[:num]) + NEW_TOKENS
+        server = jaxdec.Server(lm, "greedy", num_slots=slots, max_length=longest)
 
         def run():
             asked = dict(max_new_tokens=NEW_TOKENS, stop_tokens=stop_tokens)
