@@ -119,8 +119,7 @@ def speculative(
         sequences, start = state.sequences, state.cache.length
         live = jnp.clip(sequences.length - 1 - start, 0, prefill_chunk)
         tokens = window(sequences.tokens, start, prefill_chunk + 1)
-        offset = jnp.arange(prefill_chunk, dtype=jnp.int32)
-        place = start[:, None] + offset[None]
+        place = start[:, None] + jnp.arange(prefill_chunk, dtype=jnp.int32)[None]
         cache, output = model.forward(
             params.target, state.cache, tokens[:, :-1], place, None
         )

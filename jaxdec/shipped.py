@@ -60,7 +60,7 @@ def add_shipped(lm: Any, place: Path | None = None) -> None:
     """Makes the strategies of the drafters that fit a model known by name.
 
     ``first_of`` is lookup, where it has a long match, and else the chain that commits
-    most tokens a step.
+    most tokens a step; ``first_of_tree`` goes on with the best that grows trees.
 
     Args:
         lm: the target.
@@ -71,9 +71,11 @@ def add_shipped(lm: Any, place: Path | None = None) -> None:
     # The best last: first_of is made with it.
     for found in sorted(ours, key=lambda found: found.tokens_per_step):
         made = functools.cache(functools.partial(_strategies, lm, found.folder))
-        for name in (found.strategy, f"{found.strategy}_tree", "first_of"):
-            if found.strategy in _TREES or not name.endswith("_tree"):
-                lm.strategies[name] = functools.partial(_pick, made, name)
+        for name in (found.strategy, "first_of"):
+            lm.strategies[name] = functools.partial(_pick, made, name)
+            if found.strategy in _TREES:
+                tree = f"{name}_tree"
+                lm.strategies[tree] = functools.partial(_pick, made, tree)
 
 
 def _strategies(lm: Any, folder: Path) -> dict[str, StrategyConfig]:

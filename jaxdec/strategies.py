@@ -351,7 +351,7 @@ def check_name(strategy: str, lm: Any = None) -> None:
     own = () if lm is None else lm.strategies
     if strategy in BY_NAME or strategy in own:
         return
-    wants_drafter = strategy.removesuffix("_tree") in TRAINED or strategy == "first_of"
+    wants_drafter = strategy.removesuffix("_tree") in (*TRAINED, "first_of")
     if lm is None and (wants_drafter or strategy == "draft_model"):
         return
     if strategy == "draft_model":
@@ -362,14 +362,14 @@ def check_name(strategy: str, lm: Any = None) -> None:
     if wants_drafter:
         # What keeps the modules from drafting keeps whatever is made of them.
         own = lm.notes.get(strategy.removesuffix("_tree"))
-        reason = lm.notes.get("mtp") if strategy == "first_of" else own
+        reason = lm.notes.get("mtp") if strategy.startswith("first_of") else own
         raise ValueError(
             f"strategy {strategy!r} needs a drafter, and {lm.name} has none for it"
             + ("" if reason is None else f" ({reason})")
             + "; pass jaxdec.trained(jaxdec.load_drafter(path, lm)), or --drafter PATH"
         )
-    trees = ("mtp_tree", "eagle_tree", "eagle3_tree")
-    others = [n for n in (*TRAINED, *trees, "first_of") if n not in own]
+    more = ("mtp_tree", "eagle_tree", "eagle3_tree", "first_of", "first_of_tree")
+    others = [n for n in (*TRAINED, *more) if n not in own]
     raise ValueError(
         f"unknown strategy {strategy!r}; use one of {', '.join([*BY_NAME, *own])}"
         + (f"; with --drafter PATH, {', '.join(others)}" if others else "")

@@ -402,9 +402,8 @@ def _joint_widths(parts: Sequence[StrategyConfig], length: int) -> tuple[int, ..
 def add_drafter(lm: Any, drafter: LoadedDrafter) -> list[str]:
     """Gives a model the strategies of a drafter, by name.
 
-    A drafter of kind ``eagle3`` makes the names ``eagle3``, ``eagle3_tree`` and
-    ``first_of`` (lookup, where it has a long match, then the drafter) available to
-    `jaxdec.generate` and `jaxdec.compare`.
+    One of kind ``eagle3`` makes ``eagle3``, ``eagle3_tree``, and ``first_of`` and
+    ``first_of_tree`` (lookup, where it has a long match, then the chain or tree).
 
     Returns:
         The names.
@@ -430,6 +429,8 @@ def strategies_of(drafter: LoadedDrafter) -> dict[str, StrategyConfig]:
         pass  # It does not go on from its own tokens.
     else:
         found.append(trained(drafter, tree=Tree()))
+        mixed = first_of(lookup(min_ngram=3), found[-1])
+        found.append(dataclasses.replace(mixed, name="first_of_tree"))
     return {config.name: config for config in found}
 
 

@@ -351,7 +351,7 @@ def test_inspect_of_a_drafter_with_its_target(run):
     folder, target = CASES / "drafters" / "eagle3", CASES / "targets" / "llama_gqa"
     status, out, _ = run("inspect", str(folder), "--target", str(target))
     assert status == 0 and out.rstrip().endswith(f"\nfits {target}")
-    assert "eagle3, eagle3_tree, first_of" in out
+    assert "eagle3, eagle3_tree, first_of, first_of_tree" in out
     status, out, _ = run("inspect", str(folder))
     assert status == 0 and "fits" not in out
     assert "layers 2, N // 2 and N - 3 of a target of N layers" in out

@@ -32,7 +32,7 @@ def test_a_target_has_the_strategies_of_its_drafters(tmp_path):
     lm = model(loaded("eagle3")[0].content_hash)
     add_shipped(lm, tmp_path)
     assert set(lm.strategies) == {
-        *("eagle3", "eagle3_tree", "mtp", "mtp_tree", "first_of")
+        *("eagle3", "eagle3_tree", "mtp", "mtp_tree", "first_of", "first_of_tree")
     }
     assert not any(isinstance(x, StrategyConfig) for x in lm.strategies.values())
     out = jaxdec.generate(lm, PROMPTS, strategy="first_of", **OPTIONS)
@@ -40,6 +40,8 @@ def test_a_target_has_the_strategies_of_its_drafters(tmp_path):
     # The best by its card drafts, and it is read once for all its strategies.
     chain, tree = (resolve(name, None, lm) for name in ("eagle3", "eagle3_tree"))
     assert lm.strategies["first_of"].parts[1] is chain
+    mixed = resolve("first_of_tree", None, lm)
+    assert (mixed.name, mixed.parts[1]) == ("first_of_tree", tree)
     assert tree.draft is chain.draft and tree.tree == jaxdec.Tree()
     assert not isinstance(lm.strategies["mtp"], StrategyConfig)
 

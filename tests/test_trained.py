@@ -197,7 +197,7 @@ def test_a_drafter_drafts_for_the_target_it_was_loaded_for():
 
 def test_a_model_with_native_modules_has_the_strategy():
     lm = jaxdec.load(CASES / "mtp" / "mimo", dtype="float32")
-    assert {"mtp", "mtp_tree", "first_of"} <= set(lm.strategies)
+    assert {"mtp", "mtp_tree", "first_of", "first_of_tree"} <= set(lm.strategies)
     out = jaxdec.generate(lm, PROMPTS, strategy="mtp", **OPTIONS)
     assert out.run is not None
     evidence = jaxdec.measure.evidence(out.run, out.items, with_costs=False)
@@ -259,6 +259,6 @@ def test_why_a_name_is_missing_is_said():
     poor = dataclasses.replace(
         lm, strategies={}, notes={"mtp": "of a kind"}, mesh=None, programs={}
     )
-    for name in ("mtp", "mtp_tree", "first_of"):
+    for name in ("mtp", "mtp_tree", "first_of", "first_of_tree"):
         with pytest.raises(ValueError, match="of a kind"):
             jaxdec.generate(poor, [[1, 2]], strategy=name, max_new_tokens=1)

@@ -186,7 +186,7 @@ def _strategies(checkpoint: DrafterCheckpoint) -> list[str]:
         facts=checkpoint.facts,
     )
     names = add_drafter(types.SimpleNamespace(strategies={}, notes={}), drafter)
-    return sorted(names, key=lambda name: name == "first_of")
+    return sorted(names, key=lambda name: name.startswith("first_of"))
 
 
 def describe_native(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -234,7 +234,13 @@ def _block(recipe: BlockRecipe, lm: Any, ids: np.ndarray) -> Objective:
         confidence = "hidden_and_previous" if recipe.sees_previous else "hidden"
     is_reduced = len(ids) != target.vocab_size
     config = BlockConfig(
-        layers=one_layer(target, recipe.num_layers, family="qwen3", qk_norm=True),
+        layers=one_layer(
+            target,
+            recipe.num_layers,
+            family="qwen3",
+            qk_norm=True,
+            num_kv_heads=recipe.num_kv_heads or target.num_heads,
+        ),
         taps=taps,
         block_size=recipe.block_size,
         sample_from_anchor=is_dspark,

@@ -106,6 +106,9 @@ class BlockRecipe(Recipe):
     taps: tuple[int, ...] | None = None
     """None is 2, N // 2, N - 3 of N layers."""
     num_layers: int = 2
+    num_kv_heads: int | None = None
+    """Of each layer; None is as many as heads. Blocks see the target's features by
+    attention alone, so its values are to be as wide as those are."""
     block_size: int = 8
     num_anchors: int = 20
     """Blocks of a sequence."""

@@ -129,11 +129,14 @@ def _begin(start: str | Path, objective: Objective, lm: Any) -> tuple[Any, list]
     config, wanted = drafter.config, objective.config
     if drafter.family == "block":
         config = dataclasses.replace(config, temperatures=())
-        if objective.family == "block" and wanted.markov == "none":
-            # The layers of a DSpark are a beginning for a DFlash.
-            layout = ("sample_from_anchor", "block_size", "markov", "markov_rank")
-            same = {name: getattr(wanted, name) for name in (*layout, "confidence")}
-            config = dataclasses.replace(config, **same)
+    if drafter.family == objective.family == "block":
+        # No array depends on the length of a block, and the layers of a DSpark are a
+        # beginning for a DFlash.
+        same = ["block_size"]
+        if wanted.markov == "none":
+            same += ["sample_from_anchor", "markov", "markov_rank", "confidence"]
+        same = {name: getattr(wanted, name) for name in same}
+        config = dataclasses.replace(config, **same)
     if "head" in drafter.own and not has_rows_of(lm, drafter.checkpoint):
         raise ValueError(
             f"{start} has an output head of its own, and drafters are trained with the "

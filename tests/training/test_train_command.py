@@ -69,17 +69,23 @@ def test_from_prompts_to_an_exported_drafter(tmp_path, capsys):
         assert small.own["head"].shape[0] == size
         start = ("--start", folder / "drafter")
     assert small.card["earlier"][0]["recipe"]["vocabulary"] == 20
-    # So may the blocks, whose Markov head has a column for each; and a DFlash may begin
-    # with the layers of a DSpark.
+    # So may blocks, whose Markov head has a column for each, and with longer ones; a
+    # DFlash may begin with the layers of a DSpark.
     start, blocks = (), {}
-    for name, size in (("dspark", 20), ("dspark", 30), ("dflash", 999)):
+    for name, size, length in (
+        ("dspark", 20, 2),
+        ("dspark", 30, 3),
+        ("dflash", 999, 4),
+    ):
         folder = tmp_path / f"{name}{size}"
         few = ("train", name, "--data", store, "--out", folder, *target, *numbers)
         few += ("--set", "learning_rate=0", "--set", "num_anchors=2")
-        few += ("--set", f"vocabulary={size}", "--set", "block_size=3")
+        few += ("--set", f"vocabulary={size}", "--set", f"block_size={length}")
         code, out, err = run(capsys, *few, *start)
         assert code == 0, err
         blocks[size] = jaxdec.load_drafter(json.loads(out)["drafter"], lm)
+        layers = blocks[size].config.layers
+        assert layers.num_kv_heads == layers.num_heads > lm.config.num_kv_heads
         start = ("--start", folder / "drafter")
         if size == 20:
             # It says nothing at first.
