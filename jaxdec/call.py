@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdec.cache import chunk_headroom, round_capacity
+from jaxdec.cache import BLOCK, chunk_headroom, round_capacity
 from jaxdec.decoding import PREFILL_CHUNK
 from jaxdec.lm import LM
 from jaxdec.program import ProgramKey, bucket, make_request
@@ -175,7 +175,7 @@ def check(
     key = ProgramKey(
         config=config,
         batch_size=batch,
-        capacity=max(min(bucket(longest + headroom, 512), most), capacity or 0),
+        capacity=max(min(bucket(longest + headroom, BLOCK), most), capacity or 0),
         num_slots=max(bucket(max(*limits, 1), 64), num_slots or 0),
         num_stop_slots=bucket(max(map(len, stops)), 4),
         num_bias_slots=params.bias_tokens.shape[1],

@@ -45,7 +45,10 @@ def regenerate(
     tokens: Annotated[
         int, typer.Option(help="Stop at so many answer tokens; 0 answers all.", min=0)
     ] = 0,
-    max_new_tokens: Annotated[int, typer.Option(help="Of an answer, at most.")] = 192,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(help="Of an answer, at most; 0 keeps the prompts alone.", min=0),
+    ] = 192,
     batch_size: Annotated[
         int, typer.Option(help="Prompts answered together.", min=1)
     ] = 32,

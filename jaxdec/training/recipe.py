@@ -26,6 +26,9 @@ class Recipe:
     """The largest norm of a gradient."""
     vocabulary: int = 8192
     """Tokens that the drafter is trained to say, the most frequent ones of the data."""
+    with_prompts: bool = False
+    """Learn what the target expects within prompts, too, past what all begin with.
+    They cost no decoding, and what is learned there helps with answers."""
     validate_every: int = 200
     num_validation: int = 48
     """Records that validation reads."""

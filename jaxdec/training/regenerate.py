@@ -124,7 +124,8 @@ def regenerate(
         jobs: from `plan`.
         folder: of the store; made if it does not exist.
         batch_size: prompts that are answered together.
-        max_new_tokens: of an answer, at most.
+        max_new_tokens: of an answer, at most; 0 keeps the prompts alone, for recipes
+            that learn from them (`Recipe.with_prompts`).
         temperature: of the jobs that are sampled.
         strategy: how to decode; with the rule ``match`` all give the same tokens.
         until: stop once there are so many answer tokens.
@@ -138,6 +139,10 @@ def regenerate(
     store = read_store(folder) if any(folder.glob("[0-9]*.npz")) else None
     pairs = () if store is None else zip(store.prompt_id, store.is_greedy, strict=True)
     done = {(str(name), bool(is_greedy)) for name, is_greedy in pairs}
+    if max_new_tokens == 0:
+        # Nothing is drawn, so it matters not how it would be.
+        jobs = [job._replace(is_greedy=True) for job in jobs]
+        done |= {(name, True) for name, _ in done}
     left = [job for job in jobs if job.name not in done]
     num_tokens = 0 if store is None else store.num_answer_tokens
     encoded = [encode(lm, job.prompt.text, None, None, i) for i, job in enumerate(left)]
@@ -148,6 +153,10 @@ def regenerate(
             f"more than the target's {lm.config.max_positions} positions; leave it "
             "out, or lower max_new_tokens"
         )
+    if max_new_tokens == 0 and left:
+        prompts = zip(encoded, left, strict=True)
+        write_shard(folder, [_record(ids, [], job) for ids, job in prompts])
+        return read_store(folder)
     # One program for all: as long as the longest needs, the last batch filled up.
     capacity = 0
     for begin in range(0, len(left), batch_size):
@@ -173,15 +182,7 @@ def regenerate(
         call = checked([ids[i] for i in some], capacity=capacity)
         outputs = execute(call)
         records = [
-            Record(
-                prompt=ids[i],
-                answer=list(outputs[i].tokens),
-                prompt_id=job.prompt.id,
-                source=job.prompt.source,
-                is_greedy=job.is_greedy,
-                is_validation=job.is_validation,
-            )
-            for i, job in enumerate(part)
+            _record(ids[i], list(outputs[i].tokens), job) for i, job in enumerate(part)
         ]
         write_shard(folder, records)
         num_tokens += sum(len(record.answer) for record in records)
@@ -189,3 +190,14 @@ def regenerate(
             num = len(jobs) - len(left) + begin + len(part)
             progress(num, len(jobs), f"{num_tokens:,} answer tokens")
     return read_store(folder)
+
+
+def _record(prompt: list[int], answer: list[int], job: Job) -> Record:
+    return Record(
+        prompt=prompt,
+        answer=answer,
+        prompt_id=job.prompt.id,
+        source=job.prompt.source,
+        is_greedy=job.is_greedy,
+        is_validation=job.is_validation,
+    )

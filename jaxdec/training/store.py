@@ -68,6 +68,19 @@ class TokenStore:
         """Tokens that the target said, in all records."""
         return int(np.sum(self.length - self.prompt_length))
 
+    def with_prompts(self) -> "TokenStore":
+        """As if all but the validation's prompts were part of the answers.
+
+        What all records begin with, the template and its system prompt, is not: nothing
+        can be learned there.
+        """
+        starts = [self.tokens(i)[: self.prompt_length[i]] for i in range(len(self))]
+        common = min(map(len, starts))
+        while len({tuple(ids[:common].tolist()) for ids in starts}) > 1:
+            common -= 1
+        length = np.where(self.is_validation, self.prompt_length, max(common, 1))
+        return dataclasses.replace(self, prompt_length=length)
+
     def content_hash(self, num: int | None = None) -> str:
         """Names the first `num` records (all, if None): a store only grows."""
         num = len(self) if num is None else num

@@ -192,6 +192,8 @@ class Run:
                 'devices of the mesh\'s axis "data"; choose one that does'
             )
         train, kept = store.split(recipe.num_validation)
+        if recipe.with_prompts:
+            self.store = store.with_prompts()
         common = dict(lengths=store.length, batch_size=recipe.batch_size)
         self.order = Order(
             records=train,

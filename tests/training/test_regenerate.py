@@ -1,5 +1,7 @@
 """The target's answers: resumable, the engine's own, and told apart."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tiny
@@ -82,6 +84,27 @@ def test_a_store_begins_with_another(lm, tmp_path):
     second = read_store(tmp_path / "second")
     assert second.content_hash() == first.content_hash() and len(second) == 4
     assert np.array_equal(second.is_validation, first.is_validation)
+
+
+def test_prompts_may_be_kept_alone(lm, tmp_path):
+    some = work.plan(prompts(4), num_validation=1)
+    work.regenerate(lm, some, tmp_path, max_new_tokens=4)
+    jobs = work.plan(prompts(9), num_validation=0)
+    store = work.regenerate(lm, jobs, tmp_path, max_new_tokens=0)
+    assert store.prompt_id.tolist() == [f"p{i}" for i in range(9)]
+    assert (store.length[4:] == 3).all() and (store.prompt_length == 3).all()
+    assert store.num_answer_tokens == sum(store.length[:4] - 3) > 0
+    # A recipe may learn from them past what all begin with, and never from those of
+    # the answers that validate.
+    wanted = np.where(store.is_validation, 3, 1)  # The first token is another's.
+    np.testing.assert_array_equal(store.with_prompts().prompt_length, wanted)
+    ids = store.ids.copy()
+    ids[store.offsets[:-1]] = 9
+    ids[store.offsets[:-1] + 2] = store.ids[store.offsets[:-1]]
+    found = dataclasses.replace(store, ids=ids).with_prompts()
+    assert found.prompt_length.tolist() == np.where(store.is_validation, 3, 2).tolist()
+    assert found.content_hash() != store.content_hash()  # Of other tokens.
+    assert store.with_prompts().content_hash() == store.content_hash()
 
 
 def test_a_prompt_that_does_not_fit_is_named_before_any_is_answered(lm, tmp_path):

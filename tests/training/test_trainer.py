@@ -73,6 +73,15 @@ def losses(run):
     return [line["loss"] for line in run.log if "loss" in line]
 
 
+def test_a_recipe_may_learn_from_prompts_too(tmp_path):
+    for asked in (False, True):
+        run = begin("dspark", tmp_path / str(asked), with_prompts=asked)
+        first = run.host_batch(next(run.order.from_step(0)))
+        assert (np.asarray(first.prompt_length) < tiny.PROMPT).all() == asked
+        kept = run.host_batch(run.checked.once()[0])
+        assert (np.asarray(kept.prompt_length) == tiny.PROMPT).all()
+
+
 @pytest.mark.parametrize("kind", tiny.RECIPES)
 def test_a_drafter_learns_and_then_drafts(kind, tmp_path):
     found = begin(kind, tmp_path).train()
