@@ -216,6 +216,7 @@ class SlotDevice:
         self._state = batching.empty()
         self.num_slots = int(self._state.sequences.length.shape[0])
         row = self.read(self.begin(request, ()))
+        self.begin(request, (), kept=row)
         self.insert(row, 0)
         self.extract(0)
         self.step(np.ones(self.num_slots, bool))

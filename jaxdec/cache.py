@@ -20,8 +20,8 @@ from jaxdec.types import pytree
 BLOCK = 256
 """Slots that attention reads at a time; capacities are multiples of it."""
 
-MAX_STEP_ROWS = 16
-"""A forward of more rows may be a chunk of a prompt, and may reach past the end."""
+FITS = 16
+"""Updates of more entries than this may reach past the end of a row."""
 
 
 def round_capacity(capacity: int) -> int:
@@ -33,12 +33,18 @@ def round_capacity(capacity: int) -> int:
     return -(-capacity // BLOCK) * BLOCK
 
 
-def chunk_headroom(chunk: int) -> int:
-    """Slots past the end of a row that chunks of this length may need.
+def headroom(chunk: int, num_nodes: int, min_rows: int) -> int:
+    """Slots that a row needs past what it may come to say.
 
-    None where `write_tail` drops what does not fit.
+    A drafter with a cache of its own may write K tokens and a padded forward past what
+    the target has read; so may a chunk, unless `write_tail` drops what does not fit.
+
+    Args:
+        chunk: prompt tokens read per forward.
+        num_nodes: of a step, its root too.
+        min_rows: rows that forwards are padded to.
     """
-    return chunk if chunk <= MAX_STEP_ROWS else 0
+    return max(chunk if chunk <= FITS else 0, num_nodes + min_rows)
 
 
 @pytree
@@ -107,14 +113,13 @@ def write_tail(
     `vmap` makes of it. (One slice update after another, row by row, makes XLA on CPU
     copy the whole buffer.)
 
-    An update past the end would be clamped silently. For steps the caller guarantees
-    room: the engine does so by its `headroom`. A chunk of a prompt, more than
-    `MAX_STEP_ROWS`, may reach past the end, and what does so is dropped: a row need not
-    be longer than what it says for padding's sake.
+    An update past the end would be clamped silently. The caller guarantees room for
+    what a step writes, by `headroom`. A chunk of a prompt may be padded past the end:
+    of updates of more than `FITS` entries, what does not fit is dropped.
     """
     zero = jnp.int32(0)
     rows = rows.astype(buffer.dtype)
-    if rows.shape[2] > MAX_STEP_ROWS:
+    if rows.shape[2] > FITS:
         if buffer.shape[0] == 1:
             return _write_what_fits(buffer[0], rows[0], length[0])[None]
         return jax.vmap(_write_what_fits)(buffer, rows, length)

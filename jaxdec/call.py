@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdec.cache import BLOCK, chunk_headroom, round_capacity
+from jaxdec.cache import BLOCK, headroom, round_capacity
 from jaxdec.decoding import PREFILL_CHUNK
 from jaxdec.lm import LM
 from jaxdec.program import ProgramKey, bucket, make_request
@@ -169,13 +169,12 @@ def check(
                 f"{config.length + 1} nodes are {needed}; pass exact={needed} to every "
                 "call that is to be compared"
             )
-    nodes = config.length + 1 + max(exact_width, COMMON)
-    headroom = max(chunk_headroom(PREFILL_CHUNK), nodes)
-    most = round_capacity(lm.config.max_positions + headroom)
+    spare = headroom(PREFILL_CHUNK, config.length + 1, max(exact_width, COMMON))
+    most = round_capacity(lm.config.max_positions + spare)
     key = ProgramKey(
         config=config,
         batch_size=batch,
-        capacity=max(min(bucket(longest + headroom, BLOCK), most), capacity or 0),
+        capacity=max(min(bucket(longest + spare, BLOCK), most), capacity or 0),
         num_slots=max(bucket(max(*limits, 1), 64), num_slots or 0),
         num_stop_slots=bucket(max(map(len, stops)), 4),
         num_bias_slots=params.bias_tokens.shape[1],

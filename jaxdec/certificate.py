@@ -192,6 +192,30 @@ class Certificate:
         )
         return line if self.passed else f"{line}; {'; '.join(self.reasons)}"
 
+    def share_that_match(
+        self, outputs: Sequence[Sequence[int]], references: Sequence[Sequence[int]]
+    ) -> float:
+        """Share of outputs that equal their reference, or leave it at a named tie.
+
+        Args:
+            outputs: of the requests that were certified, in order.
+            references: what plain decoding said to each.
+        """
+        ties = {(tie.request, tie.position) for tie in self.ties}
+        wrong = {bad.request for bad in self.divergences}
+
+        def matches(i, output, reference):
+            if tuple(output) == tuple(reference):
+                return True
+            pairs = enumerate(zip(output, reference, strict=False))
+            shorter = min(len(output), len(reference))
+            first = next((at for at, (a, b) in pairs if a != b), shorter)
+            return i not in wrong and (i, first) in ties
+
+        pairs = zip(outputs, references, strict=True)
+        found = [matches(i, *pair) for i, pair in enumerate(pairs)]
+        return sum(found) / len(found)
+
 
 def certify(
     *,

@@ -23,7 +23,6 @@ from typing import Any
 
 from jaxdec import advice, measure, statistics
 from jaxdec.call import Call, check
-from jaxdec.certificate import Certificate
 from jaxdec.certify import certify
 from jaxdec.concurrency import run_together
 from jaxdec.evidence import Evidence, merge
@@ -117,21 +116,24 @@ def compare(
             raise ValueError(f"{name} must be at least 1, got {value!r}")
     groups = [items[i : i + batch_size] for i in range(0, len(items), batch_size)]
     options = {"max_new_tokens": max_new_tokens, "exact": exact, **sampling}
-    calls = {
-        entry.label: [
-            check(
-                lm,
-                [content for _, content in group],
-                strategy=entry.config,
-                temperature=entry.temperature,
-                seed=[_seed(seed, batch_size * i + row) for row in range(len(group))],
-                output_format=ANY_TEXT if output_format is None else output_format,
-                **options,
-            )
-            for i, group in enumerate(groups)
-        ]
-        for entry in entries
-    }
+
+    def checked(entry, number, capacity=0):
+        group = groups[number]
+        return check(
+            lm,
+            [content for _, content in group],
+            strategy=entry.config,
+            temperature=entry.temperature,
+            seed=[_seed(seed, batch_size * number + row) for row in range(len(group))],
+            output_format=ANY_TEXT if output_format is None else output_format,
+            capacity=capacity,
+            **options,
+        )
+
+    order = range(len(groups))
+    # A smaller cache is read faster, so it is the same for all.
+    capacity = max(checked(e, i).key.capacity for e in entries for i in order)
+    calls = {e.label: [checked(e, i, capacity) for i in order] for e in entries}
     if out is not None:
         make_folder(out)
     seeds = [_seed(seed, i) for i in range(1, NUM_SEEDS)]
@@ -170,6 +172,7 @@ def compare(
                     temperature=entry.temperature,
                     seed=other,
                     single=True,
+                    capacity=capacity,
                     **options,
                 )
                 outputs.append(execute(call)[0].tokens)
@@ -192,10 +195,9 @@ def compare(
     for entry in entries if certify else ():
         evidence[entry.label] = dataclasses.replace(
             evidence[entry.label],
-            exact_match=_tie_aware_match(
+            exact_match=certificates[entry.label].share_that_match(
                 [out.tokens for found in chosen[entry.label] for out in found],
                 [tokens for found in first[entry.reference] for tokens in found],
-                certificates[entry.label],
             ),
         )
     best = recommend(entries, evidence, certificates).best
@@ -393,30 +395,6 @@ def _evidence(
         compile_s=sum(program.compile_s for program in programs),
         num_compilations=sum(program.num_compilations for program in programs),
     )
-
-
-def _tie_aware_match(
-    outputs: Sequence[Sequence[int]],
-    references: Sequence[Sequence[int]],
-    certificate: Certificate,
-) -> float:
-    """Share of outputs that equal their reference, or leave it at a named tie."""
-    ties = {(tie.request, tie.position) for tie in certificate.ties}
-    wrong = {bad.request for bad in certificate.divergences}
-
-    def matches(i, output, reference):
-        if tuple(output) == tuple(reference):
-            return True
-        pairs = enumerate(zip(output, reference, strict=False))
-        shorter = min(len(output), len(reference))
-        first = next((at for at, (a, b) in pairs if a != b), shorter)
-        return i not in wrong and (i, first) in ties
-
-    found = [
-        matches(i, *pair)
-        for i, pair in enumerate(zip(outputs, references, strict=True))
-    ]
-    return sum(found) / len(found)
 
 
 def _said(lm: LM, runs: Sequence[Outputs]) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxdec import acceptance, sampling
-from jaxdec.cache import chunk_headroom
+from jaxdec.cache import headroom
 from jaxdec.drafters.none import none
 from jaxdec.types import (
     AcceptFn,
@@ -95,18 +95,16 @@ def speculative(
     max_length = drafter.max_length
     max_depth = max_length if drafter.max_depth is None else drafter.max_depth
     num_nodes = max_length + 1
-    # A drafter with a cache of its own may write K tokens and a padded forward past
-    # what the target has read.
-    headroom = max(chunk_headroom(prefill_chunk), num_nodes + model.min_rows)
-    if capacity <= headroom:
+    spare = headroom(prefill_chunk, num_nodes, model.min_rows)
+    if capacity <= spare:
         raise ValueError(
-            f"capacity {capacity} leaves no room beside the {headroom} slots that a "
+            f"capacity {capacity} leaves no room beside the {spare} slots that a "
             "step may write past the limit; give a larger capacity"
         )
 
     def begin(request: Request) -> DecodeState:
         """What has been said, with nothing read yet."""
-        room = min(capacity - headroom, model.max_positions)
+        room = min(capacity - spare, model.max_positions)
         batch = request.prompt.shape[0]
         return DecodeState(
             sequences=_begin(request, capacity, room),
@@ -192,7 +190,7 @@ def speculative(
         prefill=prefill,
         step=step,
         capacity=capacity,
-        headroom=headroom,
+        headroom=spare,
         max_length=max_length,
     )
 

@@ -21,7 +21,7 @@ Strategy = Annotated[
     str,
     typer.Option(
         help="greedy, sample, lookup, self_draft; or one of a drafter: mtp, eagle, "
-        "eagle3, eagle3_tree, peagle, dflash, dspark, first_of."
+        "eagle3, eagle3_tree, peagle, dflash, dspark, first_of, first_of_tree."
     ),
 ]
 Drafter = Annotated[

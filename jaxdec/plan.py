@@ -25,7 +25,6 @@ import jax
 
 from jaxdec.abstract_lm import DTYPE, STRATEGIES
 from jaxdec.ahead import Memory, Setting, build, loop_memory, step_work
-from jaxdec.decoding import PREFILL_CHUNK
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.io.hf_config import config_from_hf
 from jaxdec.models.config import ModelConfig
@@ -127,11 +126,6 @@ def plan(
             f"cache_dtype must be float32 or bfloat16, got {cache_dtype!r}; give one"
         )
     config = _config_of(model)
-    if capacity <= 2 * PREFILL_CHUNK:
-        raise ValueError(
-            f"capacity {capacity} must be above {2 * PREFILL_CHUNK}, so that prompt "
-            "and output find room beside what a step writes; give a larger one"
-        )
     setting = Setting(
         config=config,
         topology=find_topology(topology) if isinstance(topology, str) else topology,

@@ -22,11 +22,11 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from jaxdec import serving_costs
-from jaxdec.cache import chunk_headroom, round_capacity
+from jaxdec.cache import headroom, round_capacity
 from jaxdec.call import Call, check
 from jaxdec.decoding import PREFILL_CHUNK
 from jaxdec.lm import LM
-from jaxdec.policies import Limits, Policy, check_whole, find_policy
+from jaxdec.policies import Limits, Policy, check_fits, check_whole, find_policy
 from jaxdec.program import ProgramKey
 from jaxdec.rounding import COMMON
 from jaxdec.scheduling import CostTable
@@ -131,11 +131,11 @@ class Server:
                 preemption=preemption,
                 max_kept=num if max_kept is None else max_kept,
             )
-            headroom = max(chunk_headroom(prefill_chunk), config.length + 1 + COMMON)
+            spare = headroom(prefill_chunk, config.length + 1, COMMON)
             key = ProgramKey(
                 config=config,
                 batch_size=num,
-                capacity=round_capacity(row_tokens + headroom),
+                capacity=round_capacity(row_tokens + spare),
                 num_slots=1,
                 num_stop_slots=num_stop_tokens,
                 num_bias_slots=num_biases,
@@ -233,19 +233,22 @@ class Server:
         group = self._groups.where(
             strategy, len(call.prompts[0]) + call.max_new_tokens[0]
         )
+        size = len(call.prompts[0]), call.max_new_tokens[0]
+        check_fits(group.loop.limits, *size)  # Before its arrays are to hold it.
         ticket = Ticket(self.lm, call, on_piece)
+        # A callback may submit another one before this one is told of.
+        number, self._num_submitted = self._num_submitted, self._num_submitted + 1
         group.loop.submit(
             group.request(call, length),
-            job_id=self._num_submitted,
-            prompt_length=len(call.prompts[0]),
-            max_new_tokens=call.max_new_tokens[0],
+            job_id=number,
+            prompt_length=size[0],
+            max_new_tokens=size[1],
             client=ticket,
             prompt=call.prompts[0],
             arrival_s=arrival_s,
             priority=priority,
             deadline_s=deadline_s,
         )
-        self._num_submitted += 1
         return ticket
 
     def cancel(self, ticket: Ticket) -> bool:

@@ -178,4 +178,4 @@ def test_a_request_may_come_in_a_buffer_of_any_width():
 
 def test_capacity_without_room_is_refused():
     with pytest.raises(ValueError, match="larger capacity"):
-        decoding.speculative(toy.tiny(), lookup(4), capacity=64)
+        decoding.speculative(toy.tiny(), lookup(4), capacity=6)

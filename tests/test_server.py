@@ -113,6 +113,62 @@ def test_streams_take_turns_and_may_be_closed(server, plain):
     assert not server.step() and server.num_free_slots == 3
 
 
+def test_a_callback_that_submits_and_breaks_ends_its_own_request_only(server):
+    others = []
+
+    def again(piece):
+        del piece
+        others.append(server.submit("abc", max_new_tokens=3, stop_tokens=[]))
+        raise RuntimeError("broken")
+
+    first = server.submit("x", max_new_tokens=0, on_piece=again)
+    server.run()
+    (other,) = others
+    assert str(first.error) == "broken" and other.error is None
+    assert (other.finish_reason, len(other.tokens)) == ("length", 3)
+    assert first.id != other.id
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "keep"])
+def test_rows_of_one_block_and_the_chunks_of_the_engine(lm, preemption):
+    """The last chunk of a long prompt reaches past the end of its row."""
+    server = jaxdec.Server(
+        lm,
+        LOOKUP,
+        num_slots=1,
+        max_length=240,
+        policy="shortest_remaining",
+        preemption=preemption,
+    )
+    (group,) = server._groups
+    assert group.key.capacity == 256
+    system = "the cat sat on the mat and the dog on the rug; " * 3
+    options = [(system + "abc " * 18, 24), (system + "x y z " * 12, 20), ("a" * 9, 2)]
+    tickets = []
+    for prompt, num in options:
+        asked = dict(max_new_tokens=num, seed=num, temperature=0.8, stop_tokens=[])
+        tickets.append(server.submit(prompt, **asked))
+        for _ in range(6):
+            server.step()
+    server.run()
+    ends = [ticket.record.finished_s for ticket in tickets]
+    assert ends[2] < min(ends[:2])  # It came last: another had to give way.
+    alone = [
+        jaxdec.generate(
+            lm,
+            prompt,
+            strategy="sample",
+            max_new_tokens=num,
+            seed=num,
+            temperature=0.8,
+            stop_tokens=[],
+        )
+        for prompt, num in options
+    ]
+    assert len(lm.tokenizer.encode(options[0][0])) > 192
+    assert [ticket.generated for ticket in tickets] == [one[0] for one in alone]
+
+
 def test_callbacks_hear_every_piece_and_break_only_their_own(server, plain):
     heard = []
     ticket = server.submit(
@@ -248,6 +304,8 @@ def test_a_server_measures_its_own_costs(server, plain):
     ("prompt", "options", "told"),
     [
         ("abc", {"max_new_tokens": 98}, "101 tokens .* a slot holds 100; shorten"),
+        # More than its arrays could hold.
+        ("abc" * 200, {}, "728 tokens .* a slot holds 100; shorten"),
         ("", {}, "the prompt is empty"),
         ("abc", {"draft_length": 4}, "draft_length must be 0 to 3 for 'lookup', got 4"),
         ("abc", {"strategy": "dspark"}, "no slots for strategy 'dspark'; it has"),

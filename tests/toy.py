@@ -682,3 +682,43 @@ def poison(state, value: float):
         cache=spoil(state.cache),
         drafter=drafter,
     )
+
+
+def check_last_chunk(build) -> None:
+    """A row has room for what it says, and none for the padding of its chunks.
+
+    Args:
+        build: ``(capacity=, prefill_chunk=) -> Method``.
+    """
+    small, large = (build(capacity=n, prefill_chunk=100) for n in (256, 512))
+    room = 256 - small.strategy.headroom
+    assert 200 + 100 > 256 > room > 215  # The third chunk is the one.
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (room - 12, 203, 5)]
+    request = make_request(prompts, max_new=12, buffer=256)
+    (found, *records), (wanted, *others) = run(small, request), run(large, request)
+    assert tokens_of(found) == tokens_of(wanted)
+    assert [len(said) for said in tokens_of(found)] == [12, 12, 12]
+    jax.tree.map(np.testing.assert_array_equal, records, others)
+
+    def is_cache(node):
+        return isinstance(node, KVCache)
+
+    # All that the target and the drafter remember, in rows of either length.
+    for one, other in zip(
+        *(
+            jax.tree.leaves((s.cache, s.drafter), is_leaf=is_cache)
+            for s in (found, wanted)
+        ),
+        strict=True,
+    ):
+        if not is_cache(one):
+            np.testing.assert_array_equal(one, other)
+            continue
+        assert one.keys[0].shape[2] == 256 < other.keys[0].shape[2]
+        np.testing.assert_array_equal(one.length, other.length)
+        for row, end in enumerate(np.asarray(one.length)):
+            for a, b in zip(
+                (*one.keys, *one.values), (*other.keys, *other.values), strict=True
+            ):
+                np.testing.assert_array_equal(a[row, :, :end], b[row, :, :end])

@@ -137,11 +137,10 @@ def regenerate(
     """
     folder = Path(folder)
     store = read_store(folder) if any(folder.glob("[0-9]*.npz")) else None
-    pairs = () if store is None else zip(store.prompt_id, store.is_greedy, strict=True)
-    done = {(str(name), bool(is_greedy)) for name, is_greedy in pairs}
+    done = set() if store is None else _names(store, max_new_tokens > 0)
     if max_new_tokens == 0:
         # Nothing is drawn, so it matters not how it would be.
-        jobs = [job._replace(is_greedy=True) for job in jobs]
+        jobs = [job._replace(is_greedy=True, is_validation=False) for job in jobs]
         done |= {(name, True) for name, _ in done}
     left = [job for job in jobs if job.name not in done]
     num_tokens = 0 if store is None else store.num_answer_tokens
@@ -190,6 +189,17 @@ def regenerate(
             num = len(jobs) - len(left) + begin + len(part)
             progress(num, len(jobs), f"{num_tokens:,} answer tokens")
     return read_store(folder)
+
+
+def _names(store: TokenStore, only_answers: bool) -> set[tuple[str, bool]]:
+    """What is in a store already; of prompts that are there alone only if asked."""
+    has_answer = store.length > store.prompt_length
+    rows = zip(store.prompt_id, store.is_greedy, has_answer, strict=True)
+    return {
+        (str(name), bool(is_greedy))
+        for name, is_greedy, answered in rows
+        if answered or not only_answers
+    }
 
 
 def _record(prompt: list[int], answer: list[int], job: Job) -> Record:

@@ -58,8 +58,9 @@ def train(
         progress: told ``(steps done, steps, text)``.
         until: stop after this many steps, as if interrupted, but with a drafter.
         with_speed: measure the step, for the card.
-        start: a drafter to begin with, instead of random weights; of the same recipe
-            but for its numbers of steps and its rates.
+        start: a drafter to begin with, instead of random weights; of the same network.
+            Its vocabulary and the length of its blocks may be others, and a DFlash may
+            begin with a DSpark's layers, or a DSpark with a DFlash's.
 
     Returns:
         The drafter, and what the run came to.
@@ -131,12 +132,11 @@ def _begin(start: str | Path, objective: Objective, lm: Any) -> tuple[Any, list]
         config = dataclasses.replace(config, temperatures=())
     if drafter.family == objective.family == "block":
         # No array depends on the length of a block, and the layers of a DSpark are a
-        # beginning for a DFlash.
-        same = ["block_size"]
-        if wanted.markov == "none":
-            same += ["sample_from_anchor", "markov", "markov_rank", "confidence"]
-        same = {name: getattr(wanted, name) for name in same}
-        config = dataclasses.replace(config, **same)
+        # beginning for a DFlash, and the other way round.
+        free = ["block_size"]
+        if "none" in (wanted.markov, config.markov):
+            free += ["sample_from_anchor", "markov", "markov_rank", "confidence"]
+        config = dataclasses.replace(config, **{x: getattr(wanted, x) for x in free})
     if "head" in drafter.own and not has_rows_of(lm, drafter.checkpoint):
         raise ValueError(
             f"{start} has an output head of its own, and drafters are trained with the "

@@ -173,8 +173,8 @@ class Run:
             target: the hash of the target's content.
             features: of every record, if they are kept; None computes them.
             mesh: devices to split batches over.
-            begin: arrays to begin with, where there is no run yet; None is the
-                objective's.
+            begin: arrays to begin with, where there is no run yet; what is not among
+                them is the objective's.
             programs: of the same objective, recipe, dtype and mesh, compiled before.
 
         Raises:
@@ -217,7 +217,7 @@ class Run:
         self.facts = json.loads(json.dumps(facts))  # As it comes back.
         self.state, self.fixed = self.programs.start(jax.random.key(recipe.seed))
         if begin is not None:
-            own = {name: begin[name] for name in self.state["own"]}
+            own = {name: begin.get(name, x) for name, x in self.state["own"].items()}
             # Copies, for a step gives its state up.
             own = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), own)
             self.state = self.state | {"own": own}

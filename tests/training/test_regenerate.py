@@ -107,6 +107,15 @@ def test_prompts_may_be_kept_alone(lm, tmp_path):
     assert store.with_prompts().content_hash() == store.content_hash()
 
 
+def test_prompts_that_are_there_alone_are_answered_later(lm, tmp_path):
+    jobs = work.plan(prompts(4), num_validation=1)
+    store = work.regenerate(lm, jobs, tmp_path, max_new_tokens=0)
+    assert len(store) == 4 and not store.is_validation.any()
+    store = work.regenerate(lm, jobs, tmp_path, max_new_tokens=3)
+    assert len(store) == 8 and store.is_validation.tolist() == [False] * 7 + [True]
+    assert (store.length > store.prompt_length).tolist() == [False] * 4 + [True] * 4
+
+
 def test_a_prompt_that_does_not_fit_is_named_before_any_is_answered(lm, tmp_path):
     jobs = work.plan(prompts(2), num_validation=1)
     with pytest.raises(ValueError, match="more than the target's 1024 positions"):

@@ -76,6 +76,7 @@ def test_from_prompts_to_an_exported_drafter(tmp_path, capsys):
         ("dspark", 20, 2),
         ("dspark", 30, 3),
         ("dflash", 999, 4),
+        ("dspark", 40, 2),
     ):
         folder = tmp_path / f"{name}{size}"
         few = ("train", name, "--data", store, "--out", folder, *target, *numbers)
@@ -102,10 +103,10 @@ def test_from_prompts_to_an_exported_drafter(tmp_path, capsys):
         found = old[:, ids[0].index(token)] if token in ids[0] else 0 * old[:, 0]
         np.testing.assert_array_equal(new[:, column], found)
     assert "markov" not in blocks[999].own and "vocabulary" not in blocks[999].own
-    for one, other in zip(
-        *(jax.tree.leaves(blocks[s].own["layers"]) for s in (30, 999)), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    assert not np.any(blocks[40].own["markov"]["out"]["weight"])  # A new one.
+    for size in (999, 40):
+        own = [blocks[s].own["layers"] for s in (30, size)]
+        jax.tree.map(np.testing.assert_array_equal, *own)
     # But not with a head that is none of the target's: it would not be kept.
     small.own["head"] = small.own["head"] + 1
     jaxdec.save_drafter(tmp_path / "loud", small, lm)
