@@ -84,6 +84,7 @@ STRATEGIES = (
 )
 TRAINED = (
     "eagle_tree",
+    "eagle_wide_tree",
     "eagle",
     "peagle",
     "mtp",
@@ -125,8 +126,10 @@ def trained(name, dtype):
         config = dataclasses.replace(EAGLE, mask_token=3 if is_parallel else None)
         net, init = recurrent_net(config, dtype=dtype), init_eagle_params
         drafter = eagle(config, length=4, dtype=dtype)
-        if name == "eagle_tree":
-            drafter = recurrent_tree(net, nodes=12, depth=4, width=3)
+        if name.endswith("_tree"):
+            # The wide one writes as many entries as may be a chunk.
+            nodes = 20 if "wide" in name else 12
+            drafter = recurrent_tree(net, nodes=nodes, depth=4, width=3)
     return drafter, jax.eval_shape(lambda: init(config, jax.random.key(0), dtype))
 
 
