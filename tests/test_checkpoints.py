@@ -3,12 +3,14 @@
 import functools
 import pathlib
 
+import numpy as np
 import pytest
 
 import jaxdec
 from jaxdec.io.drafters.own import is_own
 from jaxdec.io.orbax import load_metadata
 from jaxdec.shipped import shipped
+from jaxdec.training.store import read_store
 
 ROOT = pathlib.Path(__file__).parent.parent / "checkpoints"
 FOUND = shipped(ROOT)
@@ -41,6 +43,45 @@ def test_a_card_says_what_it_is_of_and_how_it_came_to_be(found):
     for record in card["acceptance"]:
         assert set(record["tokens_per_step_by_task"]) == tasks
         assert record["num_prompts"] == 200
+
+
+@functools.cache
+def answers():
+    return read_store(ROOT / "smollm2-135m-instruct" / "answers.npz")
+
+
+def test_answers_are_as_their_table_says():
+    store, text = answers(), (ROOT / "smollm2-135m-instruct/answers.md").read_text()
+    assert (
+        f"{store.num_answer_tokens:,} tokens" in text
+        and f"{len(store):,} prompts" in text
+    )
+    assert f"greedy ({int(store.is_greedy.sum()):,})" in text
+    assert f"validation ({int(store.is_validation.sum())})" in text
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line[:2] == "| "]
+    told, licences = 0, set()
+    for sources, num, licence in rows[1:]:
+        names = [n.strip() for n in sources.split("(")[0].split(",")]
+        found = sum(int(np.sum(store.source == name)) for name in names)
+        assert found == int(num.replace(",", "")) > 0, sources
+        told += found
+        licences.add(licence.strip())
+    assert told == len(store)
+    assert licences <= {"MIT", "Apache-2.0", "CC BY 4.0"}
+
+
+@pytest.mark.real
+def test_answers_are_the_targets_own():
+    store = answers()
+    long = store.is_greedy & (store.length - store.prompt_length >= 100)
+    some = np.flatnonzero(long)[[0, -1]]
+    prompts = [store.tokens(i)[: store.prompt_length[i]].tolist() for i in some]
+    for i, out in zip(
+        some, jaxdec.generate(load(), prompts, max_new_tokens=8), strict=True
+    ):
+        # They were answered 64 at a time, which rounds differently: a token may differ.
+        said = store.tokens(i)[store.prompt_length[i] :][:8]
+        assert list(out.tokens)[:4] == said[:4].tolist()
 
 
 @functools.cache
