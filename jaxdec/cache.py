@@ -21,7 +21,7 @@ BLOCK = 256
 """Slots that attention reads at a time; capacities are multiples of it."""
 
 FITS = 16
-"""Updates of more entries than this may reach past the end of a row."""
+"""Updates of more entries than this may reach past the end of a row, on a CPU."""
 
 
 def round_capacity(capacity: int) -> int:
@@ -37,14 +37,16 @@ def headroom(chunk: int, num_nodes: int, min_rows: int) -> int:
     """Slots that a row needs past what it may come to say.
 
     A drafter with a cache of its own may write K tokens and a padded forward past what
-    the target has read; so may a chunk, unless `write_tail` drops what does not fit.
+    the target has read; so may a chunk, where `write_tail` does not drop what does not
+    fit.
 
     Args:
         chunk: prompt tokens read per forward.
         num_nodes: of a step, its root too.
         min_rows: rows that forwards are padded to.
     """
-    return max(chunk if chunk <= FITS else 0, num_nodes + min_rows)
+    is_dropped = chunk > FITS and jax.default_backend() == "cpu"
+    return max(0 if is_dropped else chunk, num_nodes + min_rows)
 
 
 @pytree
@@ -109,20 +111,26 @@ def write_tail(
 ) -> Float[Array, "B G S D"]:
     """Writes T entries a row at slots ``length .. length + T - 1``.
 
-    In place, both ways: a slice update for one row, and for several the scatter that
-    `vmap` makes of it. (One slice update after another, row by row, makes XLA on CPU
-    copy the whole buffer.)
-
     An update past the end would be clamped silently. The caller guarantees room for
-    what a step writes, by `headroom`. A chunk of a prompt may be padded past the end:
-    of updates of more than `FITS` entries, what does not fit is dropped.
+    what a step writes, by `headroom`. On a CPU a chunk of a prompt may be padded past
+    the end: of updates of more than `FITS` entries, what does not fit is dropped there.
+    """
+    rows = rows.astype(buffer.dtype)
+    if rows.shape[2] <= FITS:
+        return _write(buffer, rows, length)
+    # XLA for TPU copies a cache that is read where it is then written.
+    return jax.lax.platform_dependent(
+        buffer, rows, length, cpu=_write_what_fits, default=_write
+    )
+
+
+def _write(buffer, rows, length):
+    """Writes in place, where there is room.
+
+    One row is a slice update, and several the scatter that `vmap` makes of it: one
+    slice update after another makes XLA on CPU copy the whole buffer.
     """
     zero = jnp.int32(0)
-    rows = rows.astype(buffer.dtype)
-    if rows.shape[2] > FITS:
-        if buffer.shape[0] == 1:
-            return _write_what_fits(buffer[0], rows[0], length[0])[None]
-        return jax.vmap(_write_what_fits)(buffer, rows, length)
     if buffer.shape[0] == 1:
         start = (zero, zero, length[0], zero)
         return jax.lax.dynamic_update_slice(buffer, rows, start)
@@ -133,16 +141,22 @@ def write_tail(
     return jax.vmap(write)(buffer, rows, length)
 
 
-def _write_what_fits(buffer, rows, start):
-    """One row of the batch; what lies past the end is dropped."""
-    num = min(rows.shape[1], buffer.shape[1])
-    zero, first = jnp.int32(0), jnp.minimum(start, buffer.shape[1] - num)
-    # The slots before `start` that the update then covers keep what they hold.
-    index = jnp.arange(num, dtype=jnp.int32) - (start - first)
-    old = jax.lax.dynamic_slice_in_dim(buffer, first, num, axis=1)
-    new = jnp.take(rows, jnp.maximum(index, 0), axis=1, mode="clip")
-    new = jnp.where((index >= 0)[None, :, None], new, old)
-    return jax.lax.dynamic_update_slice(buffer, new, (zero, first, zero))
+def _write_what_fits(buffer, rows, length):
+    """The same, but what lies past the end is dropped."""
+
+    def write(buffer, rows, start):
+        num = min(rows.shape[1], buffer.shape[1])
+        zero, first = jnp.int32(0), jnp.minimum(start, buffer.shape[1] - num)
+        # The slots before `start` that the update then covers keep what they hold.
+        index = jnp.arange(num, dtype=jnp.int32) - (start - first)
+        old = jax.lax.dynamic_slice_in_dim(buffer, first, num, axis=1)
+        new = jnp.take(rows, jnp.maximum(index, 0), axis=1, mode="clip")
+        new = jnp.where((index >= 0)[None, :, None], new, old)
+        return jax.lax.dynamic_update_slice(buffer, new, (zero, first, zero))
+
+    if buffer.shape[0] == 1:
+        return write(buffer[0], rows[0], length[0])[None]
+    return jax.vmap(write)(buffer, rows, length)
 
 
 def _compact(buffer, path, length):
