@@ -20,8 +20,8 @@ from jaxdec.types import pytree
 BLOCK = 256
 """Slots that attention reads at a time; capacities are multiples of it."""
 
-FITS = 16
-"""Updates of more entries than this may reach past the end of a row, on a CPU."""
+SHORT_UPDATE = 16
+"""Entries; a longer update may reach past the end of a row, on a CPU."""
 
 
 def round_capacity(capacity: int) -> int:
@@ -45,7 +45,7 @@ def headroom(chunk: int, num_nodes: int, min_rows: int) -> int:
         num_nodes: of a step, its root too.
         min_rows: rows that forwards are padded to.
     """
-    is_dropped = chunk > FITS and jax.default_backend() == "cpu"
+    is_dropped = chunk > SHORT_UPDATE and jax.default_backend() == "cpu"
     return max(0 if is_dropped else chunk, num_nodes + min_rows)
 
 
@@ -113,10 +113,10 @@ def write_tail(
 
     An update past the end would be clamped silently. The caller guarantees room for
     what a step writes, by `headroom`. On a CPU a chunk of a prompt may be padded past
-    the end: of updates of more than `FITS` entries, what does not fit is dropped there.
+    the end: of updates longer than `SHORT_UPDATE`, what does not fit is dropped there.
     """
     rows = rows.astype(buffer.dtype)
-    if rows.shape[2] <= FITS:
+    if rows.shape[2] <= SHORT_UPDATE:
         return _write(buffer, rows, length)
     # XLA for TPU copies a cache that is read where it is then written.
     return jax.lax.platform_dependent(

@@ -230,10 +230,8 @@ class Server:
             **sampling,
         )
         self._check_room(call)
-        group = self._groups.where(
-            strategy, len(call.prompts[0]) + call.max_new_tokens[0]
-        )
         size = len(call.prompts[0]), call.max_new_tokens[0]
+        group = self._groups.where(strategy, sum(size))
         check_fits(group.loop.limits, *size)  # Before its arrays are to hold it.
         ticket = Ticket(self.lm, call, on_piece)
         # A callback may submit another one before this one is told of.

@@ -28,7 +28,7 @@ class Recipe:
     """Tokens that the drafter is trained to say, the most frequent ones of the data."""
     with_prompts: bool = False
     """Learn what the target expects within prompts, too, past what all begin with.
-    They cost no decoding, and what is learned there helps with answers."""
+    They cost no decoding, but teach less than answers: for where those are few."""
     validate_every: int = 200
     num_validation: int = 48
     """Records that validation reads."""
