@@ -92,7 +92,9 @@ def measure_costs(
     def step(num_running: int, length: int) -> float:
         """One step from where the request begins, so that all samples are alike."""
         for slot in range(num_running):
-            inserts.append(timed(device.insert, row, slot)[1])
+            copy = device.copy(row)  # An inserted row is used up.
+            device.wait(copy)
+            inserts.append(timed(device.insert, copy, slot)[1])
         is_free = np.arange(num_slots) >= num_running
         started = clock()
         emitted = device.step(is_free, length)
@@ -123,7 +125,9 @@ def measure_costs(
     device.insert(row, 0)
     device.wait()
     for _ in range(repeats + 1):
-        extracts.append(timed(device.extract, 0)[1])
+        row, spent = timed(device.extract, 0)
+        extracts.append(spent)
+        device.insert(row, 0)  # Whose memory the next one takes.
     # Blanks what is left in the slots.
     device.step(np.ones(num_slots, bool), 0)
     return CostTable(

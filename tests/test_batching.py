@@ -250,7 +250,7 @@ def test_a_row_may_leave_and_come_back_to_any_slot():
     slots = functions("corrupted", 3)
     made, prompt_length, _ = requests(40, 5)[3]
     expected = alone(40, 5)[3][0]
-    row = slots.begin(made, jnp.zeros(1, jnp.int32))
+    row = slots.begin(made, jnp.zeros(1, jnp.int32), slots.blank())
     for _ in range(-(-prompt_length // toy.CHUNK)):
         row = slots.read(built.params, row)
     state, said, slot = slots.insert(slots.empty(), row, jnp.int32(0)), [], 0
@@ -260,10 +260,40 @@ def test_a_row_may_leave_and_come_back_to_any_slot():
         assert np.asarray(emitted.num_tokens)[np.asarray(is_free)].tolist() == [0, 0]
         num = int(emitted.num_tokens[slot])
         said += np.asarray(emitted.tokens)[slot, :num].tolist()
-        row, slot = slots.extract(state, jnp.int32(slot)), (slot + 1) % 3
+        row = slots.extract(state, jnp.int32(slot), slots.blank())
+        slot = (slot + 1) % 3
         row = slots.read(built.params, row)
         state = slots.insert(state, row, jnp.int32(slot))
     assert said == expected
+
+
+def test_new_rows_take_the_memory_of_used_ones():
+    """Memory that a process never had is slow: begun, kept, extracted in a spare's."""
+    bench = Bench("corrupted", 3)
+    device, made = bench.device, requests(40, 5)[3][0]
+
+    def where(row):
+        arrays = jax.tree.leaves((row.cache.keys, row.cache.values))
+        return {x.unsafe_buffer_pointer() for x in arrays}
+
+    device._batching = device._batching._replace(blank=None)  # None is made anew.
+    for _ in range(5):
+        rows = [device.begin(made, ())]
+        rows.append(device.copy(rows[0]))
+        rows.append(device.begin(made, (), kept=rows[1]))
+        used = set().union(*map(where, rows))
+        assert len(used) == sum(len(where(row)) for row in rows)
+        for row in rows:
+            device.insert(row, 0)
+        row = device.extract(0)
+        assert where(row) <= used
+        device.insert(row, 1)
+    # A copy is one: what becomes of the row does not reach it.
+    row = device.begin(made, ())
+    copy = device.copy(row)
+    before = jax.tree.map(np.array, copy.cache.keys)
+    device.read(row)
+    jax.tree.map(np.testing.assert_array_equal, copy.cache.keys, before)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep"])

@@ -255,12 +255,8 @@ def test_slots_change_in_place(name):
     """A step, a chunk and an insertion copy no cache, not even once."""
     strategy, params = build(name, CAPACITY, is_optional=True)
     slots = batching.jit_slots(batching.slots(strategy, BATCH), toy.OPTIMISED)
-    request = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype),
-        request_shapes(CAPACITY),
-    )
     state = jax.eval_shape(slots.empty)
-    row = jax.eval_shape(slots.begin, request, jax.ShapeDtypeStruct((1,), jnp.int32))
+    row = jax.eval_shape(slots.blank)
     is_free = jax.ShapeDtypeStruct((BATCH,), bool)
     for function, inputs in (
         (slots.step, (params, state, is_free, jnp.int32(1))),
