@@ -54,7 +54,7 @@ def test_answers_are_as_their_table_says():
     store, text = answers(), (ROOT / "smollm2-135m-instruct/answers.md").read_text()
     assert (
         f"{store.num_answer_tokens:,} tokens" in text
-        and f"{len(store):,} prompts" in text
+        and f"{len(store):,} answers" in text
     )
     assert f"greedy ({int(store.is_greedy.sum()):,})" in text
     assert f"validation ({int(store.is_validation.sum())})" in text
