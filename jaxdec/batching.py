@@ -71,9 +71,7 @@ class Batching(NamedTuple):
     begin: Callable[[Request, Int[Array, "1"], DecodeState], DecodeState]
     """``(request, num_said, spare) -> row``. The buffer `Request.prompt` holds the
     prompt and the `num_said` tokens that an interrupted request said before."""
-    resume: Callable[
-        [Request, Int[Array, "1"], DecodeState, DecodeState], DecodeState
-    ]
+    resume: Callable[[Request, Int[Array, "1"], DecodeState, DecodeState], DecodeState]
     """``(request, num_said, kept, spare) -> row``: has read what `kept` has, whose
     tokens must be those of the request."""
     copy: Callable[[DecodeState, DecodeState], DecodeState]

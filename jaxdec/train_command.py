@@ -215,6 +215,7 @@ def calibrate(
     terminal.prepare_jax()
     import jaxdec
     from jaxdec.calibration import calibrate as run
+    from jaxdec.report.plots import plot_calibration
 
     lm = jaxdec.load(model, dtype=dtype, progress=terminal.notice)
     loaded = jaxdec.load_drafter(drafter, lm, progress=terminal.notice)
@@ -230,6 +231,7 @@ def calibrate(
         )
     card = loaded.card | {"calibration": report}
     jaxdec.save_drafter(out, calibrated, lm, card=card)
+    plot_calibration(report, out)
     if as_json:
         typer.echo(json.dumps(report, allow_nan=False))
         return

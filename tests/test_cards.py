@@ -1,6 +1,6 @@
 """The card of a shipped drafter says what training and a comparison found."""
 
-from jaxdec.report import cards
+from jaxdec.report import cards, plots
 from jaxdec.training.recipe import Eagle3Recipe
 
 REPORT = {
@@ -63,6 +63,40 @@ def test_a_card_has_what_is_known():
         "| eagle3 | 2.12 | 1.00 | 1.75 | 1.50 |",
     ):
         assert part in text
+
+
+def test_a_card_says_how_well_a_confidence_was_calibrated(tmp_path):
+    quality = {
+        "depth": 1,
+        "rounds": 9,
+        "rate": 0.5,
+        "auroc": 0.8125,
+        "base_brier": 0.25,
+    }
+    never = {"depth": 2, "rounds": 4, "rate": 0.0, "auroc": None, "base_brier": 0.0}
+    found = {
+        "temperatures": [1.5, 1.0],
+        "rounds_fitted": 1200,
+        "rounds_held_out": 9,
+        "before": [q | {"ece": 0.1, "brier": 0.24} for q in (quality, never)],
+        "after": [q | {"ece": 0.025, "brier": 0.2} for q in (quality, never)],
+        "plot": [
+            {
+                "depth": 1,
+                "predicted": [0.2, 0.7],
+                "observed": [0.25, 0.75],
+                "rounds": [4, 5],
+            }
+        ],
+    }
+    text = cards.markdown(CARD | {"acceptance": [], "calibration": found})
+    assert "9 rounds of prompts that the temperatures were not fitted on" in text
+    assert "| 1 | 50.0% | 1.50 | 0.100 | 0.025 | 0.812 | 0.200 | 0.250 |" in text
+    assert "| 2 | 0.0% | 1.00 | 0.100 | 0.025 | - | 0.200 | 0.000 |" in text
+    assert "](calibration.png)" in text
+    (path,) = plots.plot_calibration(found, tmp_path)
+    assert path.name == "calibration.png" and path.read_bytes()[:4] == b"\x89PNG"
+    assert "Confidence" not in cards.markdown(CARD | {"acceptance": []})
 
 
 def test_a_card_of_a_drafter_that_began_with_a_published_one():

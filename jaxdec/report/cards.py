@@ -14,7 +14,8 @@ def markdown(card: Card) -> str:
     Args:
         card: what training wrote (`jaxdec.training.session.train`), with ``licences``,
             ``command`` and, from reports of `jaxdec.compare`, ``acceptance``: one
-            record of `acceptance` per report.
+            record of `acceptance` per report; and ``calibration``, if it was
+            calibrated, whose picture is ``calibration.png`` beside the card.
     """
     recipe, target, validation = card["recipe"], card["target"], card["validation"]
     lines = [
@@ -61,7 +62,54 @@ def markdown(card: Card) -> str:
                 ],
             ),
         ]
+    if "calibration" in card:
+        lines += _confidence(card["calibration"])
     return "\n".join(lines) + "\n"
+
+
+def _confidence(calibration: Mapping[str, Any]) -> list[str]:
+    """How well survival is told, before and after temperatures were fitted."""
+    both = zip(calibration["before"], calibration["after"], strict=True)
+
+    def auroc(quality: Mapping[str, Any]) -> str:
+        return "-" if quality["auroc"] is None else f"{quality['auroc']:.3f}"
+
+    return [
+        "",
+        "## Confidence",
+        "",
+        f"Survival (the product of the confidences up to a token) on "
+        f"{calibration['rounds_held_out']:,} rounds of prompts that the temperatures "
+        f"were not fitted on; those were {calibration['rounds_fitted']:,} rounds.",
+        "",
+        *table(
+            (
+                "token",
+                "accepted up to it",
+                "temperature",
+                "ECE before",
+                "ECE",
+                "AUROC",
+                "Brier",
+                "Brier of the base rate",
+            ),
+            [
+                (
+                    str(new["depth"]),
+                    f"{new['rate']:.1%}",
+                    f"{calibration['temperatures'][new['depth'] - 1]:.2f}",
+                    f"{old['ece']:.3f}",
+                    f"{new['ece']:.3f}",
+                    auroc(new),
+                    f"{new['brier']:.3f}",
+                    f"{new['base_brier']:.3f}",
+                )
+                for old, new in both
+            ],
+        ),
+        "",
+        "![said and observed survival by token](calibration.png)",
+    ]
 
 
 def _run(run: Mapping[str, Any]) -> str:

@@ -36,6 +36,46 @@ def plot(report: Record, folder: Path) -> list[Path]:
     return written
 
 
+def plot_calibration(calibration: Record, folder: Path) -> list[Path]:
+    """Draws a reliability diagram: a curve a depth, a calibrated one on the diagonal.
+
+    Args:
+        calibration: the report of `jaxdec.calibration.calibrate`.
+        folder: where ``calibration.png`` is written.
+
+    Returns:
+        What was written; nothing without matplotlib.
+    """
+    if not can_draw():
+        return []
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(5, 5))
+    axes = canvas.subplots()
+    axes.plot([0, 1], [0, 1], ":", color="gray", label="calibrated")
+    for i, bins in enumerate(calibration["plot"]):
+        marks = [6 * count**0.5 for count in bins["rounds"]]
+        said, happened = bins["predicted"], bins["observed"]
+        axes.plot(said, happened, f"C{i % 10}-", alpha=0.5)
+        axes.scatter(
+            said,
+            happened,
+            s=marks,
+            color=f"C{i % 10}",
+            marker=_MARKS[i % 8],
+            label=f"token {bins['depth']}",
+        )
+    axes.set_xlim(-0.02, 1.02)
+    axes.set_ylim(-0.02, 1.02)
+    axes.set_xlabel("survival that the drafter said")
+    axes.set_ylabel("share that was accepted")
+    axes.set_title("confidence on rounds held out")
+    axes.legend()
+    path = folder / "calibration.png"
+    canvas.savefig(path, dpi=100, bbox_inches="tight")
+    return [path]
+
+
 def draw(figure: Figure) -> Any:
     """A figure as a ``matplotlib.figure.Figure``, which has to be installed."""
     from matplotlib.figure import Figure as Canvas

@@ -15,7 +15,7 @@ import json
 import pathlib
 
 import jaxdec
-from jaxdec.report import cards
+from jaxdec.report import cards, plots
 
 
 def main():
@@ -33,7 +33,7 @@ def main():
     options = parser.parse_args()
     lm = jaxdec.load(options.model)
     drafter = jaxdec.load_drafter(options.drafter, lm)
-    names = (drafter.kind, f"{drafter.kind}_tree", "first_of")
+    names = (drafter.kind, f"{drafter.kind}_tree", "first_of", "first_of_tree")
     found = [
         record
         for report in options.reports
@@ -47,6 +47,8 @@ def main():
     folder = options.out / options.target / drafter.kind
     jaxdec.save_drafter(folder, drafter, lm, card=card, overwrite=True)
     (folder / "README.md").write_text(cards.markdown(card), encoding="utf-8")
+    if "calibration" in card:
+        plots.plot_calibration(card["calibration"], folder)
     print(f"wrote {folder}: {drafter.num_params:,} parameters of its own")
 
 
