@@ -29,8 +29,9 @@ A worked path:
   jaxdec show "Why is the sky blue?" --strategy lookup
       the same in colours: accepted drafts, corrections, bonus tokens
   jaxdec compare
-      runs greedy, sample, lookup and self_draft on the same prompts,
-      certifies that none of them changes the answer, says which to use;
+      runs plain decoding, lookup, self_draft and the drafters that come with
+      the model on the same prompts, certifies that none changes the answer,
+      says which to use;
       report/report.html shows every step
   jaxdec plan --model qwen3-8b --topology v5e:2x2
       whether each strategy fits on a TPU, and when it pays, without one

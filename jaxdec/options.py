@@ -20,8 +20,9 @@ Dtype = Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")
 Strategy = Annotated[
     str,
     typer.Option(
-        help="greedy, sample, lookup, self_draft; or one of a drafter: mtp, eagle, "
-        "eagle3, eagle3_tree, peagle, dflash, dspark, first_of, first_of_tree."
+        help="greedy, sample, lookup, self_draft; or one of a drafter, which comes "
+        "with the model or is given: draft_model, mtp, eagle, eagle3, peagle, dflash, "
+        "dspark, mtp_tree, eagle_tree, eagle3_tree, first_of, first_of_tree."
     ),
 ]
 Drafter = Annotated[
@@ -33,7 +34,7 @@ Drafter = Annotated[
 DraftModel = Annotated[
     str | None,
     typer.Option(
-        help="For draft_model: a smaller model with the same tokenizer, as --model."
+        help="For draft_model: a smaller model with the same tokens, as --model."
     ),
 ]
 DraftLength = Annotated[

@@ -9,12 +9,14 @@ DFlash (arXiv 2602.06036) learns by cross-entropy: with the true tokens, or (bet
 where the target samples) with the target's law. DSpark (2607.05147, as DeepSpec trains
 it) by a sum of the cross-entropy with the true token, ``sum_v |q - p|``, and, for its
 confidence c, the cross-entropy of c with ``1 - sum_v |q - p| / 2``, the probability
-that a draft is accepted. The token before each place, which its Markov head reads, is
-the true one: drafts count only as long as they are right.
+that a draft is accepted by rejection (or, if asked, with whether the likeliest token
+is the true one, which is what the rule `match` asks). The token before each place,
+which its Markov head reads, is the true one: drafts count only as long as they are
+right.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +43,8 @@ class BlockWeights:
     distance: float = 0.0
     """``sum_v |q - p|``."""
     confidence: float = 0.0
+    confidence_label: Literal["law", "token"] = "law"
+    """See `jaxdec.training.recipe.DsparkRecipe`."""
     gamma: float = 4.0
     """Slot k counts ``exp(-k / gamma)``."""
 
@@ -130,7 +134,8 @@ def losses_and_right(
     size = frozen["teacher"].shape[0]
     label = jnp.take(frozen["draft_index"], at(blocks.place), mode="clip")
     slot = jnp.asarray(np.exp(-np.arange(num) / weights.gamma), jnp.float32)
-    weight = jnp.where(blocks.is_drafted & (label < size), slot[None, None], 0.0)
+    is_known = label < size
+    weight = jnp.where(blocks.is_drafted & is_known, slot[None, None], 0.0)
 
     def flat(x):
         """Anchors and slots as the rows of one chunk."""
@@ -172,12 +177,21 @@ def losses_and_right(
     }
     if config.confidence != "none" and weights.confidence:
         odds = _confidence(net, params, hidden, previous)
-        accepted = 1 - distance / 2
+        # A token that the drafter cannot say is one that it gets wrong.
+        counted = jnp.where(blocks.is_drafted, slot[None, None], 0.0)
+        accepted = jnp.where(is_known, 1 - distance / 2, 0.0)
+        if weights.confidence_label == "token":
+            accepted = (is_known & right).astype(jnp.float32)
+            # Asked for only where all before are right, and surer there.
+            so_far = jnp.cumprod(accepted, axis=2)[:, :, :-1]
+            counted = counted * jnp.pad(
+                so_far, ((0, 0), (0, 0), (1, 0)), "constant", constant_values=1.0
+            )
         # Of both outcomes, with log-odds: log(1 + e^z) - z y.
         cross = jax.nn.softplus(odds) - odds * accepted
-        total = jnp.sum(weight * cross)
+        total = jnp.sum(counted * cross)
         loss = loss + weights.confidence * total
-        figures["confidence loss"] = (total, jnp.sum(weight))
+        figures["confidence loss"] = (total, jnp.sum(counted))
     return Losses(loss=loss, weight=jnp.sum(weight), figures=figures), right
 
 

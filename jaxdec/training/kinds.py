@@ -263,6 +263,7 @@ def _block(recipe: BlockRecipe, lm: Any, ids: np.ndarray) -> Objective:
         hard=recipe.hard,
         distance=recipe.distance if is_dspark else 0.0,
         confidence=recipe.confidence if is_dspark else 0.0,
+        confidence_label=recipe.confidence_label if is_dspark else "law",
         gamma=recipe.gamma,
     )
     frozen = _frozen(lm, ids)

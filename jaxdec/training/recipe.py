@@ -54,8 +54,9 @@ class Recipe:
         for name, allowed in (
             ("optimiser", ("muon", "adamw")),
             ("schedule", ("linear", "cosine", "constant")),
+            ("confidence_label", ("law", "token")),
         ):
-            if getattr(self, name) not in allowed:
+            if getattr(self, name, allowed[0]) not in allowed:
                 raise ValueError(
                     f"{name} must be one of {', '.join(allowed)}, got "
                     f"{getattr(self, name)!r}"
@@ -146,6 +147,10 @@ class DsparkRecipe(BlockRecipe):
     distance: float = 0.9
     """Weight of the L1 distance of the laws."""
     confidence: float = 1.0
+    confidence_label: Literal["law", "token"] = "law"
+    """What confidence learns to foretell. Of a law, as in the paper: that rejection
+    accepts. Of a token: that the likeliest draft is the answer's token, all before it
+    being so; for the rule ``match``, at the temperatures of the answers."""
     markov: Literal["vanilla", "gated", "rnn"] = "vanilla"
     markov_rank: int = 64
     sees_previous: bool = True

@@ -196,3 +196,48 @@ def test_confidence_is_trained_as_it_is_served(name, monkeypatch):
         expected = np.asarray(draft.confidence[row])
         np.testing.assert_allclose(got[row, length - 1], expected, atol=1e-5)
         assert np.ptp(expected) > 1e-3
+
+
+@pytest.mark.parametrize("label", ["law", "token"])
+def test_confidence_learns_whether_drafts_are_accepted(label, monkeypatch):
+    """What the drafter cannot say it gets wrong; a token's fate is asked once only."""
+    recipe = dataclasses.replace(
+        RECIPES["dspark"], num_anchors=SIZE, confidence_label=label
+    )
+    objective = kinds.make_objective(recipe, tiny.target(), store())
+    own = lively(objective.init(jax.random.key(1)))
+    # Answers that hold what the drafter says itself, and else anything.
+    batch, _ = drafted(objective, own, temperature=0.0)
+    monkeypatch.setattr(
+        kinds.block,
+        "_confidence",
+        lambda net, params, hidden, _: hidden[..., 0] * 0 + 1,
+    )
+    anchor = jnp.broadcast_to(jnp.arange(SIZE, dtype=jnp.int32), (len(LENGTHS), SIZE))
+    weights = kinds.block.BlockWeights(
+        soft=1.0, confidence=1.0, confidence_label=label, gamma=recipe.gamma
+    )
+    net = kinds.make_block_net(objective.config, dtype="float32")
+    features = kinds.features_of(tiny.target(), objective.config.taps)
+    found, right = kinds.block.losses_and_right(
+        net, features, own, objective.frozen, batch, anchor, weights
+    )
+    right = np.asarray(right, float)
+    blocks = kinds.block.blocks_at(batch, anchor, objective.draft_length)
+    counted = np.where(blocks.is_drafted, np.exp(-np.arange(4) / recipe.gamma), 0.0)
+    said = np.asarray(batch.tokens)[
+        np.arange(len(LENGTHS))[:, None, None], blocks.place
+    ]
+    is_known = np.isin(said, drafted_ids(objective, own))
+    assert not is_known[counted > 0].all() and 0 < np.sum(right * counted)
+    assert not right[~is_known].any()
+    total, weight = map(float, found.figures["confidence loss"])
+    if label == "token":
+        counted = counted * np.cumprod(np.insert(right, 0, 1, axis=2), axis=2)[..., :-1]
+        expected = np.sum(counted * (np.logaddexp(0, 1) - right))
+        assert total == pytest.approx(expected, rel=1e-5)
+    else:
+        # The mean of what is learnt: of what can be said, a share of 1 or less.
+        share = (np.logaddexp(0, 1) - total / weight) * weight
+        assert 0 < share < np.sum(counted * is_known)
+    assert weight == pytest.approx(np.sum(counted), rel=1e-5)
