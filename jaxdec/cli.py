@@ -29,9 +29,9 @@ A worked path:
   jaxdec show "Why is the sky blue?" --strategy lookup
       the same in colours: accepted drafts, corrections, bonus tokens
   jaxdec compare
-      runs plain decoding, lookup, self_draft and the drafters that come with
-      the model on the same prompts, certifies that none changes the answer,
-      says which to use;
+      runs plain decoding, lookup and the drafters that come with the model
+      on the same prompts, certifies that none changes the answer, says
+      which to use;
       report/report.html shows every step
   jaxdec plan --model qwen3-8b --topology v5e:2x2
       whether each strategy fits on a TPU, and when it pays, without one
@@ -173,7 +173,7 @@ def compare(
         str | None,
         typer.Option(
             help="Names, with commas; greedy is always run. If not given: greedy, "
-            "sample, lookup, self_draft, and those of drafters that come along."
+            "sample, lookup, and those of drafters that come along, or self_draft."
         ),
     ] = None,
     drafter: options.Drafter = None,
@@ -186,7 +186,7 @@ def compare(
     ] = "builtin",
     limit: Annotated[
         int, typer.Option(help="Use the first so many prompts; 0 uses all.", min=0)
-    ] = 8,
+    ] = 6,
     max_new_tokens: Annotated[int, typer.Option(help="Of each answer, at most.")] = 96,
     temperature: Annotated[
         float, typer.Option(help="Of all but greedy; sample uses 0.7 where it is 0.")
@@ -245,6 +245,8 @@ def compare(
     lm = options.load_model(model, dtype, drafter, draft_model)
     if strategies is None:
         names += [name for name in lm.strategies if name not in names]
+        if lm.strategies:
+            names.remove("self_draft")  # For want of anything better.
     with terminal.progress_bar() as progress:
         comparison = run(
             lm,

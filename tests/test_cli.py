@@ -92,10 +92,13 @@ def test_compare_takes_all_that_a_model_has(run, model, monkeypatch, tmp_path):
     monkeypatch.setattr("jaxdec.lm.add_shipped", add)
     words = ["compare", "--model", model, "--out", str(tmp_path / "out")]
     assert run(*words)[2] == "jaxdec: enough\n"
-    four = ["greedy", "sample", "lookup", "self_draft"]
-    assert found["names"] == [*four, "eagle3"]
+    three = ["greedy", "sample", "lookup"]
+    assert found["names"] == [*three, "eagle3"]
     run(*words, "--draft-model", model)
-    assert found["names"] == [*four, "draft_model", "eagle3"]
+    assert found["names"] == [*three, "draft_model", "eagle3"]
+    monkeypatch.setattr("jaxdec.lm.add_shipped", lambda lm: None)
+    run(*words)
+    assert found["names"] == [*three, "self_draft"]
     run(*words, "--strategies", "greedy,eagle3")
     assert found["names"] == ["greedy", "eagle3"]
     assert found["certify"] is True

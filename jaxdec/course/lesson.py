@@ -171,14 +171,9 @@ def start(*strategies: str) -> Lesson:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(SIZES)}, got {name!r}")
     lm = _model(name == "small")
     for strategy in strategies:
-        if strategy in lm.strategies:
-            continue
-        add_drafter(lm, untrained(lm, strategy))
-        if name != "small":  # Until all drafters are shipped.
-            print(
-                f"No trained {strategy} drafter is shipped for {lm.name} yet: one that "
-                "nobody has trained stands in, and next to nothing of it is accepted."
-            )
+        # Those of the real model come along with it.
+        if name == "small" and strategy not in lm.strategies:
+            add_drafter(lm, untrained(lm, strategy))
     return Lesson(lm=lm, device=device, name=name, size=SIZES[name])
 
 
