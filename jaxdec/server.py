@@ -147,6 +147,8 @@ class Server:
             SlotGroup(lm, key, policy, limits, clock, max_shared)
             for key, limits in wanted.values()
         )
+        if lm.tokenizer is not None:
+            lm.tokenizer.prepare()  # Or nobody is told anything for so long.
         self._turn = 0
         self._num_submitted = 0
         self._is_stepping = False

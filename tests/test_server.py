@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from helpers_tiny import write_model
@@ -46,6 +47,22 @@ def plain(lm):
         )
 
     return generate
+
+
+def test_the_first_token_waits_for_no_tables(lm):
+    """A tokenizer's tables took 270 ms, between the first two steps of a server."""
+    tokenizer = lm.tokenizer
+    for table in ("_special", "_added", "_is_byte_level"):
+        vars(tokenizer).pop(table, None)
+    server = jaxdec.Server(lm, LOOKUP, num_slots=2, max_length=100, prefill_chunk=16)
+    backend = tokenizer._backend
+    try:  # Of the backend only single tokens are asked.
+        tokenizer._backend = SimpleNamespace(id_to_token=backend.id_to_token)
+        ticket = server.submit([3, 4, 5], max_new_tokens=6, stop_tokens=[])
+        server.run()
+    finally:
+        tokenizer._backend = backend
+    assert len(ticket.tokens) == 6 and ticket.text == tokenizer.decode(ticket.tokens)
 
 
 def submit_all(server, **options):

@@ -162,6 +162,15 @@ class Tokenizer:
             return bytes([int(byte[1], 16)])
         return token.replace("\u2581", " ").encode("utf-8")
 
+    def prepare(self) -> None:
+        """Reads what tokens are looked up in, which else the first token has to.
+
+        Raises:
+            ValueError: single tokens of this tokenizer have no bytes.
+        """
+        _ = self._special, self._added, self._is_byte_level
+        byte_of_char()
+
     def is_special(self, index: int) -> bool:
         """Whether a token marks structure (end of turn, ...) and has no text."""
         return int(index) in self._special
