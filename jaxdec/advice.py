@@ -172,7 +172,7 @@ def verdict(
     else:
         lines.append(f"Use {best.strategy}: {best.reason}.")
         k, used = best.best_draft_length, best.draft_length
-        if k:
+        if k and len(best.predicted_tpot_ms) > 1:  # Else there was no choice.
             at_used = best.predicted_tpot_ms.get(used)
             as_run = f"at {used}, as run"
             if k != used and at_used is not None:

@@ -264,8 +264,9 @@ def measure(
             temperature=setup.temperature,
             progress=progress,
         )
-        is_tree = any(part.proposal_mode == "tree" for part in config.members)
-        acceptance = speculation.measured(records, config.length, is_tree=is_tree)
+        acceptance = speculation.measured(
+            records, config.length, is_tree=config.is_tree
+        )
     return Profile(
         costs=costs,
         acceptance=acceptance,

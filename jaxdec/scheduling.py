@@ -130,6 +130,8 @@ class CostTable:
     step_s: tuple[float, ...]
     """Entry n - 1: a step with n running requests, and all the drafts there are."""
     chunk_s: float
+    begin_s: float = 0.0
+    """Of a new row for a request."""
     insert_s: float = 0.0
     extract_s: float = 0.0
     limited_s: tuple[tuple[int, tuple[float, ...]], ...] = ()
@@ -138,7 +140,8 @@ class CostTable:
 
     def __post_init__(self):
         steps = (self.step_s, *(times for _, times in self.limited_s))
-        costs = (*sum(steps, ()), self.chunk_s, self.insert_s, self.extract_s)
+        moves = (self.begin_s, self.insert_s, self.extract_s)
+        costs = (*sum(steps, ()), self.chunk_s, *moves)
         if not self.step_s or not all(cost >= 0 for cost in costs):
             raise ValueError(
                 f"costs are seconds of at least 0, with one or more steps, got {self}; "
@@ -172,9 +175,9 @@ def token_gap_bound(*groups: CostTable, shares: bool = False) -> float:
 
         bound = GAP_SLACK x (chunk time + sum of the step times)
 
-    What else a round does must fit into the slack: a row may be moved out of a slot and
-    another one in, and where beginnings are shared (`shares`), one may begin as a copy
-    of a kept one, and be kept itself.
+    What else a round does must fit into the slack: a row may be made, one moved out of
+    a slot and another one in, and where beginnings are shared (`shares`), the new row
+    may begin as a copy of a kept one, and be kept itself.
 
     Raises:
         ValueError: moving rows takes longer than the slack, so the bound is false.
@@ -182,7 +185,9 @@ def token_gap_bound(*groups: CostTable, shares: bool = False) -> float:
     chunk = max(costs.chunk_s for costs in groups)
     steps = sum(costs.longest_step_s for costs in groups)
     copies = 3 if shares else 1
-    moves = max(costs.insert_s + copies * costs.extract_s for costs in groups)
+    moves = max(
+        costs.begin_s + costs.insert_s + copies * costs.extract_s for costs in groups
+    )
     bound = GAP_SLACK * (chunk + steps)
     if chunk + steps + moves > bound:
         raise ValueError(

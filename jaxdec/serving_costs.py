@@ -80,7 +80,7 @@ def measure_costs(
         device.wait(result)
         return result, clock() - started
 
-    chunks, inserts, extracts = [], [], []
+    begins, chunks, inserts, extracts = [], [], [], []
     row = None
     while len(chunks) < repeats + 1 or len(chunks) % num_chunks:
         if len(chunks) % num_chunks == 0:
@@ -122,18 +122,23 @@ def measure_costs(
         times = [statistics.median(samples[length, num][1:]) for num in counts]
         between = np.interp(np.arange(1, num_slots + 1), counts, times)
         by_length[length] = tuple(between.tolist())
-    device.insert(row, 0)
-    device.wait()
     for _ in range(repeats + 1):
-        row, spent = timed(device.extract, 0)
-        extracts.append(spent)
-        device.insert(row, 0)  # Whose memory the next one takes.
+        # Into a slot and out of it again: whose memory the next one takes.
+        for samples_of, make in (
+            (extracts, lambda: device.extract(0)),
+            (begins, lambda: device.begin(request, ())),
+        ):
+            device.insert(row, 0)
+            device.wait()
+            row, spent = timed(make)
+            samples_of.append(spent)
     # Blanks what is left in the slots.
     device.step(np.ones(num_slots, bool), 0)
     return CostTable(
         step_s=by_length[lengths[-1]],
         limited_s=tuple((n, by_length[n]) for n in lengths[:-1]),
         chunk_s=statistics.median(chunks[1:]),
+        begin_s=statistics.median(begins[1:]),
         insert_s=statistics.median(inserts[1:]),
         extract_s=statistics.median(extracts[1:]),
     )

@@ -244,8 +244,9 @@ class SimulatedDevice:
     def begin(
         self, request: SimulatedRow, said: Sequence[int], kept: None = None
     ) -> SimulatedRow:
-        """The request as it stands; `said` is known to it."""
+        """Takes the time of a new row; `said` is known to the request."""
         assert len(said) == request.num_said and kept is None
+        self.now_s += self.costs.begin_s
         return request
 
     def copy(self, row: SimulatedRow) -> SimulatedRow:

@@ -87,6 +87,11 @@ class StrategyConfig:
         return getattr(self.draft, "drafts_at_once", False)
 
     @property
+    def is_tree(self) -> bool:
+        """Whether drafts branch, or those of a member do."""
+        return any(part.proposal_mode == "tree" for part in self.members)
+
+    @property
     def default_temperature(self) -> float:
         """What applies when a call names no temperature."""
         return 0.7 if self.name == "sample" else 0.0

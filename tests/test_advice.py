@@ -82,6 +82,15 @@ def test_prediction_by_hand():
     assert list(predict_tpot(Measured(**REFUSED))) == [1, 2, 3]
 
 
+def test_a_tree_is_predicted_as_it_was_run():
+    """Its depths are reached with all of its nodes, not with as few as the depth."""
+    rates = [0.8, 0.5, 0, 0, 0, 0]
+    deep = dict(draft_length=6, conditional_acceptance_by_position=rates)
+    table = dict(is_tree=True, verify_cost_ms={0: 15.0, 6: 22.0})
+    predicted = predict_tpot(Measured(**GOOD | deep | table))
+    assert predicted == {6: pytest.approx((4 + 22 + 2) / 2.2)}
+
+
 def test_best_certified_strategy_is_used():
     faster = GOOD | dict(certified=False, tpot_ms=2.0)
     slower = GOOD | dict(tpot_ms=15.0)

@@ -31,6 +31,7 @@ COSTS = CostTable(
     step_s=(0.25, 0.375),
     limited_s=((0, (0.125, 0.25)), (1, (0.1875, 0.3125))),
     chunk_s=0.5,
+    begin_s=0.0078125,
     insert_s=0.03125,
     extract_s=0.015625,
 )
@@ -91,6 +92,7 @@ class SlowDevice:
 
     def begin(self, request, said, kept=None):
         assert kept is None
+        self.clock.now += COSTS.begin_s
         return self.device.begin(request, said)
 
     def copy(self, row):
@@ -340,6 +342,7 @@ def test_what_is_measured_of_a_tree_is_said_to_be_of_one(monkeypatch):
     monkeypatch.setattr(load_run, "prompts_of", lambda *_: [])
     for members, is_tree in (((chain,), False), ((chain, tree), True)):
         config = types.SimpleNamespace(length=3, name="some", members=members)
+        config.is_tree = type(chain).is_tree.fget(config)
         config.with_widths = lambda config=config: config
         assert load_run.measure(None, config, small()).acceptance.is_tree == is_tree
 
@@ -397,8 +400,8 @@ def test_hundreds_of_replicas_carry_ten_thousand_requests_a_second():
         num_replicas=400,
     )
     assert max(r.queue_wait_s for r in records) == 0
-    # Two chunks, a move, and a step alone in the slots.
-    expected = 2 * 0.5 + 0.03125 + 0.125
+    # A row, two chunks, a move, and a step alone in the slots.
+    expected = 0.0078125 + 2 * 0.5 + 0.03125 + 0.125
     np.testing.assert_allclose([r.ttft_s for r in records], expected)
 
 

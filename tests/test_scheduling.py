@@ -195,6 +195,8 @@ def test_the_bound_is_a_chunk_and_the_steps_with_slack():
     slow = dataclasses.replace(slow, extract_s=0.3)
     with pytest.raises(ValueError, match="1 s, more than the slack of 0.725 s"):
         scheduling.token_gap_bound(slow, shares=True)
+    with pytest.raises(ValueError, match="0.8 s, more than the slack of 0.725 s"):
+        scheduling.token_gap_bound(dataclasses.replace(slow, begin_s=0.4))
     with pytest.raises(ValueError, match="one or more steps"):
         CostTable(step_s=(), chunk_s=1.0)
 

@@ -307,7 +307,8 @@ def test_a_server_measures_its_own_costs(server, plain):
         costs = server.measure_costs(40, strategy=strategy, repeats=1)
         assert len(costs.step_s) == num_slots
         assert [length for length, _ in costs.limited_s] == lengths
-        spent = (*costs.step_s, costs.chunk_s, costs.insert_s, costs.extract_s)
+        moves = (costs.begin_s, costs.insert_s, costs.extract_s)
+        spent = (*costs.step_s, costs.chunk_s, *moves)
         assert all(cost > 0 for cost in spent)
     # Nothing is left of it.
     tickets = submit_all(server)

@@ -72,6 +72,7 @@ def measure_budget(outputs: Outputs, plain: Outputs) -> Measured:
         conditional_acceptance_by_position=survival(found, length),
         draft_cost_ms=draft_ms,
         is_block=config.drafts_at_once,
+        is_tree=config.is_tree,
         verify_cost_ms={0: costs_of(plain)[1], length: verify_ms},
     )
 

@@ -33,7 +33,7 @@ class Measured:
     tpot_ms: Number
     tokens_per_step: Number
     draft_length: int = 0
-    """K: most draft tokens a step (a tree's depth); 0 if it does not draft."""
+    """K: most draft tokens a step, the nodes of a tree; 0 if it does not draft."""
     judged_per_step: Number | None = None
     """Mean judged tokens a step, where lengths vary; None is K."""
     acceptance_rate: Number | None = None
@@ -43,6 +43,9 @@ class Measured:
     is_block: bool = False
     """One number for `draft_cost_ms` is the cost of any length (one forward fills the
     block); else it grows in proportion to the length."""
+    is_tree: bool = False
+    """How deep trees were accepted says nothing of trees with fewer nodes: only K
+    itself is predicted."""
     verify_cost_ms: Number | Mapping[int, Number] | None = None
     """Per step at K, or a table from draft length (rows of the forward, less the
     anchor) to ms."""
@@ -159,6 +162,8 @@ def predict_tpot(measured: Measured) -> dict[int, float]:
         costs = costs_at(measured, k)
         if c is None or costs is None:
             break
+        if measured.is_tree and k < measured.draft_length:
+            continue
         tokens = expected_tokens(measured.conditional_acceptance_by_position, k)
         predicted[k] = (sum(costs) + overhead) / tokens
     return predicted

@@ -249,6 +249,7 @@ def _measured(
                 "conditional_acceptance_by_position": survival(record, length),
                 "draft_cost_ms": record.draft_cost_ms,
                 "is_block": entry.config.drafts_at_once,
+                "is_tree": entry.config.is_tree,
                 "verify_cost_ms": {0: plain_verify_ms, length: record.verify_cost_ms},
             },
         )
