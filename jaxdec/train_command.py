@@ -202,11 +202,14 @@ def calibrate(
     max_new_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 128,
     temperature: Annotated[float, typer.Option(help="Of the answers.")] = 0.0,
     batch_size: Annotated[int, typer.Option(help="Answered together.", min=1)] = 8,
+    head: Annotated[
+        bool, typer.Option(help="Fit the head, too, and not its temperatures alone.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
-    """Fit temperatures to a confidence head; ECE, AUROC and Brier before and after.
+    """Fit a confidence head to its rounds; ECE, AUROC and Brier before and after.
 
-    They are found on every other prompt, and told on the rest.
+    The head and its temperatures are found on every other prompt, and told on the rest.
     """
     from jaxdec.prompts import builtin, read
 
@@ -227,6 +230,7 @@ def calibrate(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             batch_size=batch_size,
+            fits_head=head,
             progress=progress,
         )
     card = loaded.card | {"calibration": report}

@@ -76,6 +76,7 @@ def test_a_card_says_how_well_a_confidence_was_calibrated(tmp_path):
     never = {"depth": 2, "rounds": 4, "rate": 0.0, "auroc": None, "base_brier": 0.0}
     found = {
         "temperatures": [1.5, 1.0],
+        "fits_head": False,
         "rounds_fitted": 1200,
         "rounds_held_out": 9,
         "before": [q | {"ece": 0.1, "brier": 0.24} for q in (quality, never)],
@@ -91,6 +92,11 @@ def test_a_card_says_how_well_a_confidence_was_calibrated(tmp_path):
     }
     text = cards.markdown(CARD | {"acceptance": [], "calibration": found})
     assert "9 rounds of prompts that the temperatures were not fitted on" in text
+    both = found | {"fits_head": True}
+    assert (
+        "9 rounds of prompts that neither the head nor its temperatures were fitted"
+        in (cards.markdown(CARD | {"acceptance": [], "calibration": both}))
+    )
     assert "| 1 | 50.0% | 1.50 | 0.100 | 0.025 | 0.812 | 0.200 | 0.250 |" in text
     assert "| 2 | 0.0% | 1.00 | 0.100 | 0.025 | - | 0.200 | 0.000 |" in text
     assert "](calibration.png)" in text

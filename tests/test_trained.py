@@ -8,12 +8,16 @@ import shutil
 import types
 
 import helpers_tiny
+import numpy as np
 import pytest
 
 import jaxdec
+from jaxdec.calibration import places
 from jaxdec.drafters.mtp import check_length
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.loaded_drafter import LoadedDrafter
+from jaxdec.training.calibrate import rounds_of
+from jaxdec.training.confidence import HeadInputs, HeadRounds, odds
 
 CASES = pathlib.Path(__file__).parent / "golden" / "cases"
 DRAFTERS = {
@@ -262,3 +266,30 @@ def test_why_a_name_is_missing_is_said():
     for name in ("mtp", "mtp_tree", "first_of", "first_of_tree"):
         with pytest.raises(ValueError, match="of a kind"):
             jaxdec.generate(poor, [[1, 2]], strategy=name, max_new_tokens=1)
+
+
+def test_what_a_confidence_read_is_found_again_from_tokens():
+    """The log-odds of a decoding are those of the inputs that are found afterwards."""
+    lm, drafter, _ = loaded("dspark")
+    drafter = dataclasses.replace(
+        drafter, config=dataclasses.replace(drafter.config, temperatures=())
+    )
+    outputs = jaxdec.generate(
+        lm,
+        PROMPTS,
+        strategy=jaxdec.trained(drafter),
+        temperature=1.0,
+        seed=3,
+        max_new_tokens=60,
+        stop_tokens=[],
+    )
+    rounds, request = rounds_of(outputs)
+    read = HeadInputs(drafter.config, drafter.own, lm)(*places(outputs))
+    head = drafter.own["confidence"]["proj"]
+    weight, bias = np.asarray(head["weight"][0]), float(head["bias"][0])
+    found = HeadRounds(inputs=read, rounds=rounds, request=request)
+    assert found.is_asked[:, 1:].sum() >= 5, "some drafts are accepted"
+    said = odds(read, weight, bias)
+    np.testing.assert_allclose(
+        said[found.is_asked], rounds.odds[found.is_asked], atol=1e-4
+    )

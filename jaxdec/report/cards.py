@@ -68,19 +68,22 @@ def markdown(card: Card) -> str:
 
 
 def _confidence(calibration: Mapping[str, Any]) -> list[str]:
-    """How well survival is told, before and after temperatures were fitted."""
+    """How well survival is told, before and after the confidence was calibrated."""
     both = zip(calibration["before"], calibration["after"], strict=True)
 
     def auroc(quality: Mapping[str, Any]) -> str:
         return "-" if quality["auroc"] is None else f"{quality['auroc']:.3f}"
 
+    fitted = "the temperatures were not"
+    if calibration["fits_head"]:
+        fitted = "neither the head nor its temperatures were"
     return [
         "",
         "## Confidence",
         "",
         f"Survival (the product of the confidences up to a token) on "
-        f"{calibration['rounds_held_out']:,} rounds of prompts that the temperatures "
-        f"were not fitted on; those were {calibration['rounds_fitted']:,} rounds.",
+        f"{calibration['rounds_held_out']:,} rounds of prompts that {fitted} "
+        f"fitted on; those were {calibration['rounds_fitted']:,} rounds.",
         "",
         *table(
             (

@@ -47,7 +47,8 @@ class Recipe:
                         f"{field.name} must be a {'whole ' if whole else ''}number of "
                         f"at least 0, got {value!r}"
                     )
-        least_one = ("steps", "batch_size", "vocabulary", "save_every", "num_buckets")
+        sizes = ("batch_size", "vocabulary", "num_buckets")
+        least_one = ("steps", "save_every", "validate_every", *sizes)
         for name in (*least_one, "num_places"):
             if getattr(self, name, 1) < 1:
                 raise ValueError(f"{name} must be at least 1, got 0")

@@ -5,8 +5,9 @@
 alone: 50 requests in random order of arrival, with cancels, mixed draft lengths,
     temperatures and seeds, on servers of 1, 3 and 8 slots: every finished one says
     what it says alone on the same server, token for token; all slots are free then.
-gaps: a stream of long prompts beside running requests: P99 and longest token gap, the
-    bound, and chunk and step times as they were measured before.
+gaps: a stream of long prompts beside running requests: P99 and longest token gap, and
+    the bound. A machine is not equally fast at all times, so requests and measurements
+    of chunk and step times take turns; the bound is of the medians of these.
 throughput: greedy decoding (bf16, all included, medians of 5, in turns) of 8 prompts x
     128 tokens, and of 24 prompts whose answers end where they end: one slot, 8 slots,
     and with ``--transformers`` (needs torch and transformers) their ``generate`` on the
@@ -16,16 +17,18 @@ Everything is warm and compilation is apart.
 """
 
 import argparse
+import dataclasses
 import statistics
 import time
 
+import jax
 import numpy as np
 
 import jaxdec
 from jaxdec import call, measure
 from jaxdec.latency import summarise
 from jaxdec.prompts import builtin
-from jaxdec.scheduling import token_gap_bound
+from jaxdec.scheduling import CostTable, token_gap_bound
 
 REPEATS = 5
 NEW_TOKENS = 128
@@ -88,27 +91,41 @@ def alone(lm, num=50):
         assert equal == num - cancelled
 
 
-def gaps(lm):
+def gaps(lm, turns=4, num=8):
     """Long prompts while others run."""
     for name, strategy in (("greedy", "greedy"), ("lookup", jaxdec.lookup(LENGTH))):
         server = jaxdec.Server(lm, strategy, num_slots=4, max_length=1024)
-        costs = server.measure_costs(context=768)
-        bound = token_gap_bound(costs, shares=True)
         rng = np.random.default_rng(0)
-        tickets = []
-        for _ in range(24):
-            ids = rng.integers(100, lm.config.vocab_size, 700).tolist()
-            tickets.append(server.submit(ids, max_new_tokens=96, stop_tokens=[]))
-        server.run()
+        tickets, tables = [], [server.measure_costs(context=768)]
+        for _ in range(turns):
+            for _ in range(num):
+                ids = rng.integers(100, lm.config.vocab_size, 700).tolist()
+                tickets.append(server.submit(ids, max_new_tokens=96, stop_tokens=[]))
+            server.run()
+            tables.append(server.measure_costs(context=768))
+        costs = median_of(tables)
+        bound = token_gap_bound(costs, shares=True) * 1e3
         found = summarise([ticket.record for ticket in tickets])
         chunk, step = costs.chunk_s * 1e3, costs.longest_step_s * 1e3
+        rounds = [(t.chunk_s + t.longest_step_s) * 1e3 for t in tables]
         print(
-            f"gaps: {name}, 24 prompts of 700 tokens, 4 slots: P50 "
+            f"gaps: {name}, {turns * num} prompts of 700 tokens, 4 slots: P50 "
             f"{found.p50_token_gap_ms:.1f}, P99 {found.p99_token_gap_ms:.1f}, longest "
-            f"{found.max_token_gap_ms:.1f} ms; bound {bound * 1e3:.1f} ms = "
-            f"{bound * 1e3 / (chunk + step):.2f} x (chunk {chunk:.1f} + step "
-            f"{step:.1f}); P99 / step {found.p99_token_gap_ms / step:.2f}"
+            f"{found.max_token_gap_ms:.1f} ms; bound {bound:.1f} ms = "
+            f"{bound / (chunk + step):.2f} x (chunk {chunk:.1f} + step {step:.1f}); "
+            f"P99 / (chunk + step) {found.p99_token_gap_ms / (chunk + step):.2f}; "
+            f"chunk + step from {min(rounds):.1f} to {max(rounds):.1f}"
         )
+
+
+def median_of(tables):
+    """The table of the medians of several."""
+
+    def middle(*values):
+        return statistics.median(values)
+
+    values = jax.tree.map(middle, *map(dataclasses.asdict, tables))
+    return CostTable(**values)
 
 
 def throughput(lm, with_transformers):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from jaxdec.training import confidence
 from jaxdec.training.calibrate import (
     Rounds,
     auroc,
@@ -86,3 +87,64 @@ def test_survival_is_a_product_and_the_plot_has_every_round():
     first, second = reliability(found, np.ones(2))
     assert sum(first["rounds"]) == 500
     assert sum(second["rounds"]) == (found.num_judged >= 2).sum()
+
+
+def asked_rounds(weight, bias, num=6000, seed=0):
+    """Rounds whose drafts are accepted with the chance that a true head says."""
+    rng = np.random.default_rng(seed)
+    depth = 3
+    inputs = rng.normal(size=(num, depth, len(weight))).astype(np.float32)
+    chance = 1 / (1 + np.exp(-confidence.odds(inputs, weight, bias)))
+    run = np.cumprod(rng.uniform(size=chance.shape) < chance, axis=1).sum(axis=1)
+    judged = np.where(rng.uniform(size=num) < 0.2, 2, depth)
+    return confidence.HeadRounds(
+        inputs=inputs,
+        rounds=Rounds(
+            odds=np.zeros((num, depth)),
+            num_judged=judged,
+            num_accepted=np.minimum(run, judged),
+        ),
+        request=np.arange(num) // 20,
+    )
+
+
+def test_what_is_asked_of_a_head_is_what_decoding_asks():
+    """A draft token after a refused one was never judged on its own."""
+    found = confidence.HeadRounds(
+        inputs=np.zeros((3, 3, 1), np.float32),
+        rounds=Rounds(
+            odds=np.zeros((3, 3)),
+            num_judged=np.array([3, 3, 1]),
+            num_accepted=np.array([1, 3, 1]),
+        ),
+        request=np.zeros(3, int),
+    )
+    assert found.is_asked.tolist() == [
+        [True, True, False],
+        [True, True, True],
+        [True, False, False],
+    ]
+    assert found.is_accepted[:, 0].tolist() == [True, True, True]
+    assert found.is_accepted[0].tolist() == [True, False, False]
+
+
+def test_a_head_is_fitted_to_what_became_of_drafts():
+    true, bias = np.array([1.0, -0.5, 0.0, 0.3]), 0.4
+    found = asked_rounds(true, bias)
+    weight, shift, apart = confidence.fit(found, np.zeros(4), 2.0)
+    np.testing.assert_allclose(weight, true, atol=0.08)
+    assert shift == pytest.approx(bias, abs=0.08)
+    np.testing.assert_allclose(
+        apart, confidence.odds(found.inputs, weight, shift), atol=0.3
+    )
+    assert not np.array_equal(apart, confidence.odds(found.inputs, weight, shift))
+
+
+def test_of_few_rounds_a_head_learns_little_but_the_bias():
+    """Inputs that say nothing, more of them than rounds: it stays as it was."""
+    rng = np.random.default_rng(1)
+    weight = rng.normal(size=60) / 8
+    found = asked_rounds(weight, -1.0, num=40)
+    fitted, shift, _ = confidence.fit(found, weight, 1.0)
+    assert np.linalg.norm(fitted - weight) < 0.3 * np.linalg.norm(weight)
+    assert shift < 0.3

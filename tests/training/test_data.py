@@ -156,6 +156,7 @@ def test_recipes_come_back_from_json_and_slips_are_named():
         ({"kind": "mtp", "lr": 1}, "no lr; it has .*learning_rate"),
         ({"kind": "mtp", "steps": -3}, "steps must be a whole number"),
         ({"kind": "mtp", "batch_size": 0}, "batch_size must be at least 1"),
+        ({"kind": "mtp", "validate_every": 0}, "validate_every must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             recipe_from(values)
