@@ -247,7 +247,7 @@ def test_plain_decoding_is_greedy_only_at_temperature_0():
 def test_too_many_rounds():
     advice = advise({}, plain_tpot_ms=20.0, prefill_ms=100.0, output_lengths=[150, 50])
     assert codes(advice) == [("num_rounds", "greedy")]
-    assert "100 rounds for 100 tokens (1.00 a round) take 95%" in (
+    assert "100 steps for 100 tokens (1.00 a step) take 95%" in (
         advice.findings[0].reason
     )
     facts = dict(plain_tpot_ms=20.0, output_lengths=[100])
@@ -257,7 +257,7 @@ def test_too_many_rounds():
     # Where drafts are made already, more speculation is no advice.
     few = GOOD | dict(tokens_per_step=1.24)
     advice = advise({"good": few}, plain_tpot_ms=20.0, output_lengths=[11, 12])
-    assert "10 rounds for 11.5 tokens (1.24 a round)" in advice.findings[0].reason
+    assert "10 steps for 11.5 tokens (1.24 a step)" in advice.findings[0].reason
     assert "right more often" in advice.findings[0].instruction
 
 
@@ -282,7 +282,7 @@ def test_scheduling():
     assert codes(slow) == [("scheduling", "greedy")]
     assert "60.0 tokens/s, 1.20 times the 50.0" in slow.findings[0].reason
     late = advise({}, p99_gap_ms=100.0, **facts)
-    assert "5.0 times a round of 20.00 ms" in late.findings[0].reason
+    assert "5.0 times a step of 20.00 ms" in late.findings[0].reason
     # A round of 28 ms commits 2.8 tokens together: gaps of a round are its nature.
     assert not advise({"good": GOOD}, p99_gap_ms=80.0, **facts).findings
     assert not advise({}, throughput_tokens_per_s=300.0, **facts).findings

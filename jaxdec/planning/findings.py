@@ -82,7 +82,7 @@ def round_time_finding(
         code="round_time",
         strategy=name,
         reason=(
-            f"a round takes {round_ms:.2f} ms, {round_ms / plain.tpot_ms:.2f} "
+            f"a step takes {round_ms:.2f} ms, {round_ms / plain.tpot_ms:.2f} "
             f"{plain.kind} steps{parts}"
         ),
         instruction=instruction,
@@ -129,7 +129,7 @@ def acceptance_finding(
         strategy=name,
         reason=(
             f"{accepted:.1%} of {measured.draft_length} draft tokens are accepted; "
-            f"its round needs {needed:.1%} to break even"
+            f"it needs {needed:.1%} to break even"
         ),
         instruction=instruction,
     )
@@ -186,12 +186,12 @@ def num_rounds_finding(
         code="num_rounds",
         strategy=name,
         reason=(
-            f"{math.ceil(output_length / tokens_per_step)} rounds for "
-            f"{output_length:.4g} tokens ({tokens_per_step:.2f} a round) take "
+            f"{math.ceil(output_length / tokens_per_step)} steps for "
+            f"{output_length:.4g} tokens ({tokens_per_step:.2f} a step) take "
             f"{share:.0%} of the time, prefill {1 - share:.0%}"
         ),
         instruction=(
-            "output length or tokens per round is the limit: ask for shorter outputs, "
+            "output length or tokens per step is the limit: ask for shorter outputs, "
             "or try "
             + (
                 "speculation (lookup needs no weights; a trained drafter gives more)"
@@ -226,7 +226,7 @@ def scheduling_finding(
     if p99_gap_ms is not None and p99_gap_ms > HIGH_GAP_RATIO * round_ms:
         reasons.append(
             f"the P99 token gap is {p99_gap_ms:.1f} ms, {p99_gap_ms / round_ms:.1f} "
-            f"times a round of {round_ms:.2f} ms"
+            f"times a step of {round_ms:.2f} ms"
         )
     if not reasons:
         return None

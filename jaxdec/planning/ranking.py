@@ -123,7 +123,7 @@ def explain_loss(
         parts.append(f"drafting costs {costs[0]:.2f} ms and verifying {costs[1]:.2f}")
     if break_even is not None and break_even > 1:
         parts.append(
-            f"a round is so long that even full acceptance of {measured.draft_length} "
+            f"a step is so long that even full acceptance of {measured.draft_length} "
             "tokens would not pay"
         )
     elif break_even is not None and (measured.acceptance_rate or 0) >= break_even:
