@@ -296,6 +296,10 @@ class SlotDevice:
     def insert(self, row: DecodeState, slot: int) -> None:
         """Puts a row into a slot; the one that was given is used up."""
         self._state = self._batching.insert(self._state, row, jnp.int32(slot))
+        self.discard(row)
+
+    def discard(self, row: DecodeState) -> None:
+        """Takes back a row that nobody reads any more."""
         if len(self._spares) < MOST_SPARES:
             self._spares.append(row)
 

@@ -29,13 +29,14 @@ def calibrate(
 ) -> tuple[LoadedDrafter, dict[str, Any]]:
     """Fits a drafter's confidence head, and a temperature for each draft token.
 
-    Every prompt is answered with all drafts judged. Both are found on the rounds of
-    every other prompt; the report is of the rounds of the rest.
+    Every prompt is answered with all drafts judged, and both are fitted to what became
+    of them. The report is of the same rounds, each told by what was fitted to seven
+    eighths of the prompts, its own not among them.
 
     Args:
         lm: the target.
         drafter: with a confidence head.
-        prompts: at least two, of the kind that will be served.
+        prompts: at least 8, of the kind that will be served.
         max_new_tokens: of each answer.
         temperature: of the answers.
         batch_size: prompts answered together.
@@ -43,8 +44,9 @@ def calibrate(
         progress: told ``(prompts done, prompts, text)``.
 
     Returns:
-        The drafter with its head and temperatures; and ``temperatures``, and by depth
-        the quality ``before`` and ``after``, and the bins of a calibration plot,
+        The drafter with its head and temperatures; and a report: ``temperatures``,
+        ``fits_head``, how many ``rounds`` of how many ``prompts``, by depth the quality
+        ``before`` (at temperature 1) and ``after``, and the bins of a calibration plot,
         ``plot``.
 
     Raises:
@@ -55,17 +57,17 @@ def calibrate(
             f"the drafter {drafter.name!r} has no confidence head to calibrate; use a "
             "DSpark drafter that has one"
         )
-    if len(prompts) < 2:
+    if len(prompts) < confidence.NUM_FOLDS:
         raise ValueError(
-            f"got {len(prompts)} prompts; give at least two, some to fit and some to "
-            "check"
+            f"got {len(prompts)} prompts; give at least {confidence.NUM_FOLDS}, each "
+            "of which can be told by what was fitted to others"
         )
     plain = dataclasses.replace(
         drafter, config=dataclasses.replace(drafter.config, temperatures=())
     )
     strategy = trained(plain)
     inputs = confidence.HeadInputs(plain.config, plain.own, lm)
-    parts: dict[bool, list[confidence.HeadRounds]] = {True: [], False: []}
+    parts: list[confidence.HeadRounds] = []
     for begin in range(0, len(prompts), batch_size):
         # One program: the last batch is filled up, and what is twice is left out.
         some = list(prompts[begin : begin + batch_size])
@@ -78,80 +80,81 @@ def calibrate(
             seed=list(range(begin, begin + batch_size)),
         )
         rounds, request = scaling.rounds_of(outputs)
-        read = inputs(*places(outputs))
-        for is_fitted in parts:
-            is_mine = (request + begin) % 2 == (0 if is_fitted else 1)
-            chosen = is_mine & (request < len(some))
-            parts[is_fitted].append(
-                confidence.HeadRounds(
-                    inputs=read[chosen],
-                    rounds=rounds.part(chosen),
-                    request=(request[chosen] + begin) // 2,
-                )
+        chosen = request < len(some)
+        read = np.zeros((len(request), rounds.odds.shape[1], 0))
+        if fits_head:
+            read = inputs(*rounds_in(outputs))
+        parts.append(
+            confidence.HeadRounds(
+                inputs=read[chosen],
+                rounds=rounds.part(chosen),
+                request=request[chosen] + begin,
             )
+        )
         if progress is not None:
             progress(begin + len(some), len(prompts), "calibrating")
-    fitted, held = (confidence.joined(parts[x]) for x in (True, False))
-    own, before, after = plain.own, held.rounds, held.rounds
-    known = fitted.rounds
+    found = confidence.joined(parts)
+    own, before, apart = plain.own, found.rounds, found.rounds
     if fits_head:
-        own, said, apart = _with_head(own, fitted, held)
-        after = dataclasses.replace(after, odds=said)
-        known = dataclasses.replace(known, odds=apart)
-    temperatures = scaling.fit(known)
-    calibrated = dataclasses.replace(
-        drafter,
-        own=own,
-        config=dataclasses.replace(
-            drafter.config, temperatures=tuple(temperatures.tolist())
-        ),
+        own, said = _with_head(own, found)
+        apart = dataclasses.replace(apart, odds=said)
+    temperatures = scaling.fit(apart)
+    config = dataclasses.replace(
+        drafter.config, temperatures=tuple(temperatures.tolist())
     )
-
-    def told(rounds: scaling.Rounds, values: np.ndarray | None) -> list[dict[str, Any]]:
-        return [dataclasses.asdict(x) for x in scaling.quality(rounds, values)]
-
+    # What it was read from is not what it is now.
+    calibrated = dataclasses.replace(drafter, own=own, config=config, content_hash="")
+    after = _scaled_apart(apart, confidence.folds(found.request))
     return calibrated, {
         "temperatures": temperatures.tolist(),
         "fits_head": fits_head,
-        "rounds_fitted": len(known.odds),
-        "rounds_held_out": len(before.odds),
-        "before": told(before, None),
-        "after": told(after, temperatures),
-        "plot": scaling.reliability(after, temperatures),
+        "rounds": len(before.odds),
+        "prompts": len(prompts),
+        "before": [dataclasses.asdict(x) for x in scaling.quality(before)],
+        "after": [dataclasses.asdict(x) for x in scaling.quality(after)],
+        "plot": scaling.reliability(after),
     }
 
 
-def places(outputs: Any) -> tuple[list[list[int]], list[list[int]]]:
-    """The sequences of a call, and where their rounds with drafts begin.
+def _scaled_apart(rounds: scaling.Rounds, part: np.ndarray) -> scaling.Rounds:
+    """The rounds of each part, scaled by temperatures that the others gave."""
+    odds = np.array(rounds.odds)
+    for i in np.unique(part):
+        odds[part == i] /= scaling.fit(rounds.part(part != i))
+    return dataclasses.replace(rounds, odds=odds)
 
-    Both in the order of `jaxdec.training.calibrate.rounds_of`.
+
+def rounds_in(outputs: Any) -> tuple[list[list[int]], list[list[int]], np.ndarray]:
+    """What `jaxdec.training.confidence.HeadInputs` takes, of a call's rounds.
+
+    Args:
+        outputs: of `jaxdec.generate`, with a drafter.
+
+    Returns:
+        Sequences, the places of their rounds' anchors, and ``[rounds, K]``, the drafts;
+        of all rounds that drafted, in the order of
+        `jaxdec.training.calibrate.rounds_of`.
     """
     info = outputs.run.info
     prompts = outputs.run.call.prompts
     is_live, emitted = np.asarray(info.is_live), np.asarray(info.num_emitted)
     drafted = is_live & (np.asarray(info.num_judged) > 0)
     said = np.cumsum(np.where(is_live, emitted, 0), axis=1) - emitted
-    sequences, begins = [], []
+    sequences, anchors = [], []
     for row, output in enumerate(outputs):
         sequences.append([*prompts[row], *output.tokens])
-        begins.append((len(prompts[row]) - 1 + said[row][drafted[row]]).tolist())
-    return sequences, begins
+        anchors.append((len(prompts[row]) - 1 + said[row][drafted[row]]).tolist())
+    return sequences, anchors, np.asarray(info.draft_tokens)[drafted]
 
 
-def _with_head(
-    own: Any, fitted: confidence.HeadRounds, held: confidence.HeadRounds
-) -> tuple[Any, np.ndarray, np.ndarray]:
-    """A drafter's arrays with a head for the rounds, and its log-odds.
-
-    Of the rounds held out, and, each fitted without it, of those that it was fitted to.
-    """
+def _with_head(own: Any, found: confidence.HeadRounds) -> tuple[Any, np.ndarray]:
+    """A drafter's arrays with a head for the rounds; what heads said of the others'."""
     head = own["confidence"]["proj"]
     weight = np.asarray(head["weight"], np.float64)[0]
     bias = float(np.asarray(head["bias"])[0])
-    weight, bias, apart = confidence.fit(fitted, weight, bias)
+    weight, bias, apart = confidence.fit(found, weight, bias)
     proj = {
         "weight": jnp.asarray(weight[None], head["weight"].dtype),
         "bias": jnp.asarray([bias], head["bias"].dtype),
     }
-    own = own | {"confidence": own["confidence"] | {"proj": proj}}
-    return own, confidence.odds(held.inputs, weight, bias), apart
+    return own | {"confidence": own["confidence"] | {"proj": proj}}, apart

@@ -104,10 +104,11 @@ class Prefixes:
         found = self.find(prompt[: num_read + 1])
         return found is None or found.num_read < num_read
 
-    def keep(self, prompt: Prompt, num_read: int, row: Any) -> None:
-        """Keeps a row, and no more than there is room for."""
+    def keep(self, prompt: Prompt, num_read: int, row: Any) -> list[Any]:
+        """Keeps a row; gives back those that there is no more room for."""
         self._kept.append(Kept(_array(prompt[: num_read + 1]), row))
-        self._kept = self._kept[-self._most :]
+        old, self._kept = self._kept[: -self._most], self._kept[-self._most :]
+        return [kept.row for kept in old]
 
     def _num_shared(self, one, other) -> int:
         """Tokens in whole chunks that two prompts may read as one row."""

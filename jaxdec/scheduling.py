@@ -130,6 +130,9 @@ class CostTable:
     step_s: tuple[float, ...]
     """Entry n - 1: a step with n running requests, and all the drafts there are."""
     chunk_s: float
+    """On average of a prompt's chunks."""
+    last_chunk_s: float = 0.0
+    """Where that is longer: of a chunk behind a long prompt, which attends to it."""
     begin_s: float = 0.0
     """Of a new row for a request."""
     insert_s: float = 0.0
@@ -141,7 +144,7 @@ class CostTable:
     def __post_init__(self):
         steps = (self.step_s, *(times for _, times in self.limited_s))
         moves = (self.begin_s, self.insert_s, self.extract_s)
-        costs = (*sum(steps, ()), self.chunk_s, *moves)
+        costs = (*sum(steps, ()), self.chunk_s, self.last_chunk_s, *moves)
         if not self.step_s or not all(cost >= 0 for cost in costs):
             raise ValueError(
                 f"costs are seconds of at least 0, with one or more steps, got {self}; "
@@ -163,6 +166,11 @@ class CostTable:
         return self.step_s[num_running - 1]
 
     @property
+    def longest_chunk_s(self) -> float:
+        """The longest of all chunks."""
+        return max(self.chunk_s, self.last_chunk_s)
+
+    @property
     def longest_step_s(self) -> float:
         """The longest of all steps."""
         return max(max(self.step_s), *(max(t) for _, t in self.limited_s), 0.0)
@@ -175,6 +183,8 @@ def token_gap_bound(*groups: CostTable, shares: bool = False) -> float:
 
         bound = GAP_SLACK x (chunk time + sum of the step times)
 
+    of the longest chunk and steps there are.
+
     What else a round does must fit into the slack: a row may be made, one moved out of
     a slot and another one in, and where beginnings are shared (`shares`), the new row
     may begin as a copy of a kept one, and be kept itself.
@@ -182,7 +192,7 @@ def token_gap_bound(*groups: CostTable, shares: bool = False) -> float:
     Raises:
         ValueError: moving rows takes longer than the slack, so the bound is false.
     """
-    chunk = max(costs.chunk_s for costs in groups)
+    chunk = max(costs.longest_chunk_s for costs in groups)
     steps = sum(costs.longest_step_s for costs in groups)
     copies = 3 if shares else 1
     moves = max(

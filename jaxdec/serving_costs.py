@@ -1,9 +1,9 @@
 """What the work of a server takes, measured on its own device.
 
 A `CostTable` is the median time of a step with 1, 2, ... running requests, with drafts
-of every length that costs differently, of a chunk, and of moving a row in and out. All
-of it on the very programs that serve, warm, each waited for; with a prompt in the
-middle of a request's life, and drafts as long as they may be.
+of every length that costs differently, of a chunk, of a new row, and of moving one in
+and out. All of it on the very programs that serve, warm, each waited for; with a prompt
+in the middle of a request's life, and drafts as long as they may be.
 """
 
 import dataclasses
@@ -80,14 +80,15 @@ def measure_costs(
         device.wait(result)
         return result, clock() - started
 
-    begins, chunks, inserts, extracts = [], [], [], []
+    begins, inserts, extracts = [], [], []
+    chunks: list[list[float]] = [[] for _ in range(num_chunks)]
     row = None
-    while len(chunks) < repeats + 1 or len(chunks) % num_chunks:
-        if len(chunks) % num_chunks == 0:
-            row = device.begin(request, ())
-            device.wait(row)
-        row, spent = timed(device.read, row)
-        chunks.append(spent)
+    for _ in range(repeats + 1):
+        row = device.begin(request, ())
+        device.wait(row)
+        for samples_at in chunks:
+            row, spent = timed(device.read, row)
+            samples_at.append(spent)
 
     def step(num_running: int, length: int) -> float:
         """One step from where the request begins, so that all samples are alike."""
@@ -134,10 +135,12 @@ def measure_costs(
             samples_of.append(spent)
     # Blanks what is left in the slots.
     device.step(np.ones(num_slots, bool), 0)
+    chunk_s = [statistics.median(found[1:]) for found in chunks]
     return CostTable(
         step_s=by_length[lengths[-1]],
         limited_s=tuple((n, by_length[n]) for n in lengths[:-1]),
-        chunk_s=statistics.median(chunks[1:]),
+        chunk_s=statistics.mean(chunk_s),
+        last_chunk_s=max(chunk_s),
         begin_s=statistics.median(begins[1:]),
         insert_s=statistics.median(inserts[1:]),
         extract_s=statistics.median(extracts[1:]),

@@ -78,6 +78,10 @@ class Device(Protocol):
         """The row in a slot, to be kept."""
         ...
 
+    def discard(self, row: Any) -> None:
+        """Takes back a row that is given up."""
+        ...
+
     def step(self, is_free: np.ndarray, draft_limit: int | None = None) -> Emitted:
         """One round of the slots that are not free, with at most so many drafts."""
         ...
@@ -295,7 +299,7 @@ class ServingLoop:
     def _carry_out(self, plan: Plan, now: float) -> None:
         """Does on the device what the scheduler decided."""
         for job_id in plan.drop:
-            self._served[job_id].row = None
+            self._give_up(self._served[job_id])
             self._served[job_id].record.interruptions_s.append(now)
         if plan.extract is not None:
             job_id, slot = plan.extract
@@ -332,8 +336,15 @@ class ServingLoop:
         """Keeps a row that others will begin with, where it stands."""
         if self.prefixes.is_wanted(served.prompt, num_read):
             row = self.device.copy(served.row)
-            self.prefixes.keep(served.prompt, num_read, row)
+            for old in self.prefixes.keep(served.prompt, num_read, row):
+                self.device.discard(old)
             self.queue = self.queue.share(self._num_shared)
+
+    def _give_up(self, served: Served) -> None:
+        """Hands back the row of a request, if it has one beside the slots."""
+        if served.row is not None:
+            self.device.discard(served.row)
+            served.row = None
 
     def _take(
         self,
@@ -358,8 +369,8 @@ class ServingLoop:
             # keeps its record keeps no arrays.
             del self._served[job_id]
             self.queue = self.queue.remove(job_id)
-            served.row = served.request = None
-            served.prompt = ()
+            self._give_up(served)
+            served.request, served.prompt = None, ()
         return served
 
     def _notify(self, served: Served) -> None:

@@ -271,6 +271,9 @@ class SimulatedDevice:
         assert row is not None
         return row
 
+    def discard(self, row: SimulatedRow) -> None:
+        """Takes no time."""
+
     def reset(self) -> None:
         """Takes no time."""
         self.slots = [None] * len(self.slots)

@@ -209,7 +209,7 @@ def calibrate(
 ) -> None:
     """Fit a confidence head to its rounds; ECE, AUROC and Brier before and after.
 
-    The head and its temperatures are found on every other prompt, and told on the rest.
+    What is told of a prompt was fitted to others.
     """
     from jaxdec.prompts import builtin, read
 

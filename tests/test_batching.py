@@ -553,7 +553,13 @@ def test_shared_beginnings_under_preemption_and_cancels(name, policy, mode, kv_t
     built = toy.method(name if "rejection" in name else "plain")
     bench = Bench(name, 3, policy, mode, kv_tokens, max_shared=1)
     loop, begun = bench.loop, []
-    begin = bench.device.begin
+    begin, blank, made_anew = bench.device.begin, bench.device._batching.blank, []
+
+    def counted_blank():
+        made_anew.append(len(callers))
+        return blank()
+
+    bench.device._batching = bench.device._batching._replace(blank=counted_blank)
 
     def counted(request, said, kept=None):
         begun.append(kept is not None)
@@ -591,6 +597,9 @@ def test_shared_beginnings_under_preemption_and_cancels(name, policy, mode, kv_t
     bench.assert_empty()
     assert 5 < sum(begun) < len(begun)
     assert any(caller.served.record.interruptions_s for caller, _ in callers)
+    # At once there are one that is read, two or fewer that wait and one that is kept;
+    # whatever is given up, however, its memory is used again.
+    assert len(made_anew) <= 4
     for caller, tokens in callers:
         is_done = caller.finish != CANCELLED
         assert caller.tokens == (tokens if is_done else tokens[: len(caller.tokens)])

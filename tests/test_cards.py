@@ -77,8 +77,8 @@ def test_a_card_says_how_well_a_confidence_was_calibrated(tmp_path):
     found = {
         "temperatures": [1.5, 1.0],
         "fits_head": False,
-        "rounds_fitted": 1200,
-        "rounds_held_out": 9,
+        "rounds": 1209,
+        "prompts": 31,
         "before": [q | {"ece": 0.1, "brier": 0.24} for q in (quality, never)],
         "after": [q | {"ece": 0.025, "brier": 0.2} for q in (quality, never)],
         "plot": [
@@ -91,12 +91,10 @@ def test_a_card_says_how_well_a_confidence_was_calibrated(tmp_path):
         ],
     }
     text = cards.markdown(CARD | {"acceptance": [], "calibration": found})
-    assert "9 rounds of prompts that the temperatures were not fitted on" in text
-    both = found | {"fits_head": True}
-    assert (
-        "9 rounds of prompts that neither the head nor its temperatures were fitted"
-        in (cards.markdown(CARD | {"acceptance": [], "calibration": both}))
-    )
+    said = "1,209 rounds of 31 prompts, each told by {} that were fitted to other"
+    assert said.format("temperatures") in text
+    both = CARD | {"acceptance": [], "calibration": found | {"fits_head": True}}
+    assert said.format("a head and temperatures") in cards.markdown(both)
     assert "| 1 | 50.0% | 1.50 | 0.100 | 0.025 | 0.812 | 0.200 | 0.250 |" in text
     assert "| 2 | 0.0% | 1.00 | 0.100 | 0.025 | - | 0.200 | 0.000 |" in text
     assert "](calibration.png)" in text

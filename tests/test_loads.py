@@ -110,6 +110,9 @@ class SlowDevice:
         self.clock.now += COSTS.extract_s
         return self.device.extract(slot)
 
+    def discard(self, row):
+        self.device.discard(row)
+
     def reset(self):
         self.device.reset()
 

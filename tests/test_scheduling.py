@@ -186,6 +186,9 @@ def test_the_bound_is_a_chunk_and_the_steps_with_slack():
     assert scheduling.token_gap_bound(COSTS) == pytest.approx(1.25 * (1.6 + 1.3))
     other = CostTable(step_s=(2.0,), chunk_s=1.0)
     assert scheduling.token_gap_bound(COSTS, other) == pytest.approx(1.25 * 4.9)
+    # Chunks behind a long prompt take longer, and are what somebody waits for.
+    behind = dataclasses.replace(COSTS, last_chunk_s=2.0)
+    assert scheduling.token_gap_bound(behind) == pytest.approx(1.25 * (2.0 + 1.3))
     slow = dataclasses.replace(COSTS, insert_s=0.6)
     with pytest.raises(ValueError, match="0.8 s, more than the slack of 0.725 s"):
         scheduling.token_gap_bound(slow)

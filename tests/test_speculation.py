@@ -276,13 +276,16 @@ class FakeDevice:
         return 0
 
     def read(self, row):
-        self.work("read", 2.0)
+        self.work("read", 2.0 + 0.5 * row)
         return row + 1
 
     def insert(self, row, slot):
         assert row in (0, 3), "the whole prompt is read, or nothing of it"
         self.slots.add(slot)
         self.work("insert", 0.25)
+
+    def discard(self, row):
+        raise AssertionError("no row is given up while costs are measured")
 
     def extract(self, slot):
         self.work("extract", 0.125)
@@ -323,7 +326,8 @@ def test_costs_are_medians_of_warm_work_that_was_waited_for():
         assert length == expected
         np.testing.assert_allclose(times, steps[expected])
     found = (costs.chunk_s, costs.begin_s, costs.insert_s, costs.extract_s)
-    np.testing.assert_allclose(found, (2.0, 5.0, 0.25, 0.125))
+    np.testing.assert_allclose(found, (2.5, 5.0, 0.25, 0.125))
+    assert costs.longest_chunk_s == 3.0, "the last of three"
     assert costs.longest_step_s == pytest.approx(1.64)
     # Between, the smallest measured length that holds the draft counts.
     at = [costs.step(2, limit) for limit in (0, 1, 2, 3, 4, None)]

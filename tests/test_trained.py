@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import jaxdec
-from jaxdec.calibration import places
+from jaxdec.calibration import calibrate, rounds_in
 from jaxdec.drafters.mtp import check_length
 from jaxdec.io.checkpoint import CheckpointError
 from jaxdec.loaded_drafter import LoadedDrafter
-from jaxdec.training.calibrate import rounds_of
-from jaxdec.training.confidence import HeadInputs, HeadRounds, odds
+from jaxdec.training.calibrate import joined, quality, rounds_of
+from jaxdec.training.confidence import HeadInputs, log_odds
 
 CASES = pathlib.Path(__file__).parent / "golden" / "cases"
 DRAFTERS = {
@@ -283,13 +283,46 @@ def test_what_a_confidence_read_is_found_again_from_tokens():
         max_new_tokens=60,
         stop_tokens=[],
     )
-    rounds, request = rounds_of(outputs)
-    read = HeadInputs(drafter.config, drafter.own, lm)(*places(outputs))
+    rounds, _ = rounds_of(outputs)
+    read = HeadInputs(drafter.config, drafter.own, lm)(*rounds_in(outputs))
     head = drafter.own["confidence"]["proj"]
     weight, bias = np.asarray(head["weight"][0]), float(head["bias"][0])
-    found = HeadRounds(inputs=read, rounds=rounds, request=request)
-    assert found.is_asked[:, 1:].sum() >= 5, "some drafts are accepted"
-    said = odds(read, weight, bias)
-    np.testing.assert_allclose(
-        said[found.is_asked], rounds.odds[found.is_asked], atol=1e-4
+    # Also past refused drafts, after which the drafter went on from its own token.
+    assert (rounds.num_accepted < rounds.num_judged).sum() >= 20
+    np.testing.assert_allclose(log_odds(read, weight, bias), rounds.odds, atol=1e-4)
+
+
+@pytest.mark.parametrize("fits_head", [True, False])
+def test_a_confidence_is_calibrated_to_what_decoding_does(fits_head, tmp_path):
+    """What is reported of the calibrated drafter is what it then says."""
+    lm, drafter, _ = loaded("dspark")
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(3, 60, (9, 5)).tolist()  # The last batch is filled up.
+    options = dict(max_new_tokens=24, temperature=1.0)
+    calibrated, report = calibrate(
+        lm, drafter, prompts, batch_size=4, fits_head=fits_head, **options
     )
+    folder = tmp_path / "calibrated"
+    jaxdec.save_drafter(folder, calibrated, lm, card={"calibration": report})
+    back = jaxdec.load_drafter(folder, lm)
+    assert back.config.temperatures == tuple(report["temperatures"])
+    assert back.card["calibration"]["prompts"] == 9 and calibrated.content_hash == ""
+    same = np.array_equal(
+        back.own["confidence"]["proj"]["bias"],
+        drafter.own["confidence"]["proj"]["bias"],
+    )
+    assert same == (not fits_head)
+    strategy = jaxdec.trained(back)
+    outputs = [
+        jaxdec.generate(lm, [prompt], strategy=strategy, seed=[seed], **options)
+        for seed, prompt in enumerate(prompts)
+    ]
+    parts = [rounds_of(output) for output in outputs]
+    found = joined([rounds for rounds, _ in parts])
+    assert len(found.odds) == report["rounds"]
+    for said, row in zip(quality(found), report["after"], strict=True):
+        assert said.rounds == row["rounds"] and said.rate == pytest.approx(row["rate"])
+        # All of it was fitted to these rounds, so it says no worse of them.
+        assert said.brier < row["brier"] + 0.03
+    with pytest.raises(ValueError, match="got 7 prompts; give at least 8"):
+        calibrate(lm, drafter, prompts[:7])

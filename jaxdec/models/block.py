@@ -220,11 +220,15 @@ class BlockNetwork(nnx.Module):
         cap = self.config.logit_softcap
         return logits if cap is None else jnp.tanh(logits / cap) * cap
 
-    def confidence_logits(self, hidden, previous):
-        """Log-odds of acceptance, given the tokens before each place."""
+    def confidence_inputs(self, hidden, previous):
+        """What the confidence head reads, given the tokens before each place."""
         if self.config.confidence == "hidden_and_previous":
             hidden = jnp.concatenate([hidden, self.markov.row(previous)], axis=-1)
-        return self.confidence(hidden)
+        return hidden
+
+    def confidence_logits(self, hidden, previous):
+        """Log-odds of acceptance."""
+        return self.confidence(self.confidence_inputs(hidden, previous))
 
     def _rotation(self, position):
         layers = self.config.layers
@@ -269,8 +273,10 @@ class BlockNet(NamedTuple):
     """Which tokens the logits are of; None is all of the target's."""
     markov: Callable[[DrafterParams], MarkovHead | None]
     """The head with its arrays in place."""
+    confidence_inputs: Callable[..., Float[Array, "B K n"]]
+    """``(params, hidden[B,K,E], previous[B,K])``: what the confidence head reads."""
     confidence: Callable[..., Float[Array, "B K"]]
-    """``(params, hidden[B,K,E], previous[B,K])``: log-odds."""
+    """Of the same: log-odds."""
 
 
 @functools.cache
@@ -386,9 +392,8 @@ def make_block_net(
         logits=lambda params, hidden: merged(params).logits(params.shared, hidden),
         vocabulary=vocabulary,
         markov=lambda params: merged(params).markov,
-        confidence=lambda params, hidden, previous: merged(params).confidence_logits(
-            hidden, previous
-        ),
+        confidence_inputs=lambda params, *rows: merged(params).confidence_inputs(*rows),
+        confidence=lambda params, *rows: merged(params).confidence_logits(*rows),
     )
 
 

@@ -74,16 +74,16 @@ def _confidence(calibration: Mapping[str, Any]) -> list[str]:
     def auroc(quality: Mapping[str, Any]) -> str:
         return "-" if quality["auroc"] is None else f"{quality['auroc']:.3f}"
 
-    fitted = "the temperatures were not"
-    if calibration["fits_head"]:
-        fitted = "neither the head nor its temperatures were"
+    fitted = (
+        "a head and temperatures" if calibration.get("fits_head") else "temperatures"
+    )
     return [
         "",
         "## Confidence",
         "",
         f"Survival (the product of the confidences up to a token) on "
-        f"{calibration['rounds_held_out']:,} rounds of prompts that {fitted} "
-        f"fitted on; those were {calibration['rounds_fitted']:,} rounds.",
+        f"{calibration['rounds']:,} rounds of {calibration['prompts']:,} prompts, each "
+        f"told by {fitted} that were fitted to other prompts.",
         "",
         *table(
             (

@@ -179,9 +179,13 @@ def auroc(guess: np.ndarray, label: np.ndarray) -> float | None:
 
 
 def reliability(
-    rounds: Rounds, temperatures: np.ndarray, num_bins: int = NUM_BINS
+    rounds: Rounds,
+    temperatures: np.ndarray | None = None,
+    num_bins: int = NUM_BINS,
 ) -> list[dict[str, Any]]:
     """By depth, what a calibration plot shows: bins of prediction, observed rates."""
+    if temperatures is None:
+        temperatures = np.ones(rounds.odds.shape[1])
     predicted = survival(rounds.odds, temperatures)
     found = []
     for depth in range(1, rounds.odds.shape[1] + 1):

@@ -9,21 +9,23 @@ became of them: logistic regression, held near the weights that training gave it
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxdec.models.block import BlockNet, make_block_net
+from jaxdec.models.block import BlockConfig, make_block_net
 from jaxdec.training.batches import Batch
 from jaxdec.training.calibrate import Rounds
-from jaxdec.training.features import Features, features_of
+from jaxdec.training.calibrate import joined as joined_rounds
+from jaxdec.training.features import features_of
 from jaxdec.types import DrafterParams, Params
 
-_STRENGTHS = (1e2, 1e-1, 1e-2, 1e-3, 1e-4)
-"""Of what holds the weights, from the strongest on, which moves the bias alone."""
-_FOLDS = 4
+NUM_FOLDS = 8
+_STRENGTHS = (1e2, 1.0, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3)
+"""Of the L2 penalty, from the strongest on, which moves the bias alone."""
 _MULTIPLE = 32
 """Lengths are padded to it, so that few programs are compiled."""
 
@@ -33,7 +35,7 @@ class HeadRounds:
     """Rounds, and what the head read of their draft tokens."""
 
     inputs: np.ndarray
-    """``[rounds, K, n]``."""
+    """``[rounds, K, n]``, n being the width of what a head reads."""
     rounds: Rounds
     request: np.ndarray
     """``[rounds]``: which request they are of."""
@@ -55,35 +57,41 @@ class HeadRounds:
 class HeadInputs:
     """What the confidence head of a block drafter reads, found again from tokens."""
 
-    def __init__(self, config, own: Params, lm):
+    def __init__(self, config: BlockConfig, own: Params, lm: Any):
+        """Takes a drafter's configuration and arrays, and its target."""
         self._net = make_block_net(config, dtype=lm.dtype)
         self._features = features_of(lm, config.taps)
         self._arrays = (own, lm.params)
         self._read = jax.jit(self._inputs)
 
     def __call__(
-        self, sequences: Sequence[Sequence[int]], anchors: Sequence[Sequence[int]]
+        self,
+        sequences: Sequence[Sequence[int]],
+        anchors: Sequence[Sequence[int]],
+        drafts: np.ndarray,
     ) -> np.ndarray:
         """Of rounds that begin at some places of some sequences.
 
         Args:
             sequences: tokens, prompt and answer.
-            anchors: of each sequence, where its rounds begin: the place of the last
-                token that the target has not read.
+            anchors: of each sequence, the places of its rounds' anchors.
+            drafts: ``[rounds, K]``, what the rounds drafted, sequence by sequence.
 
         Returns:
-            ``[rounds, K, n]``, sequence by sequence. Past the end of a sequence, and
-            past the first draft token that is not what follows, it is of no use.
+            ``[rounds, K, n]`` in the same order; n is the width of what a head reads.
         """
         size = _padded(max(map(len, sequences)))
         num = _padded(max(map(len, anchors)))
+        shape = len(sequences), num
         tokens = np.zeros((len(sequences), size), np.int32)
-        places = np.zeros((len(sequences), num), np.int32)
+        places = np.zeros(shape, np.int32)
+        drafted = np.zeros((*shape, drafts.shape[1]), np.int32)
+        is_round = np.zeros(shape, bool)
         for row, (ids, begins) in enumerate(zip(sequences, anchors, strict=True)):
             tokens[row, : len(ids)], places[row, : len(begins)] = ids, begins
-        found = np.asarray(self._read(*self._arrays, tokens, places))
-        rows = [found[row, : len(begins)] for row, begins in enumerate(anchors)]
-        return np.concatenate(rows)
+            is_round[row, : len(begins)] = True
+        drafted[is_round] = drafts
+        return np.asarray(self._read(*self._arrays, tokens, places, drafted))[is_round]
 
     def _inputs(
         self,
@@ -91,9 +99,9 @@ class HeadInputs:
         target: Params,
         tokens: Int[Array, "B T"],
         anchor: Int[Array, "B N"],
+        draft: Int[Array, "B N K"],
     ) -> Float[Array, "B N K n"]:
-        net: BlockNet = self._net
-        features: Features = self._features
+        net, features = self._net, self._features
         nothing = jnp.zeros(len(tokens), jnp.int32)
         batch = Batch(
             tokens=tokens,
@@ -105,36 +113,23 @@ class HeadInputs:
         joined = features.joined(target, kept, net.config.taps)
         params = DrafterParams(own=own, shared=target)
         first = jnp.take_along_axis(tokens, anchor, axis=1)
-        hidden = net.read_all(params, joined, anchor, first)[:, :, net.config.first :]
-        if net.config.confidence == "hidden":
-            return hidden
-        # The token before draft token k of the anchor's place A stands at A + k.
-        steps = jnp.arange(hidden.shape[2], dtype=jnp.int32)
-        place = anchor[:, :, None] + steps[None, None]
-        place = jnp.minimum(place, tokens.shape[1] - 1)
-        before = jnp.take_along_axis(tokens, place.reshape(len(tokens), -1), axis=1)
-        head = net.markov(params)
-        assert head is not None
-        row = head.row(before.reshape(place.shape))
-        return jnp.concatenate([hidden, row], axis=-1)
+        hidden = net.read_all(params, joined, anchor, first)
+        hidden = hidden[:, :, net.config.first :]
+        before = jnp.concatenate([first[:, :, None], draft[:, :, :-1]], axis=2)
+        return net.confidence_inputs(params, hidden, before)
 
 
 def joined(parts: Sequence[HeadRounds]) -> HeadRounds:
     """Those of several calls."""
-    fields = [f.name for f in dataclasses.fields(Rounds)]
-    rounds = {
-        name: np.concatenate([getattr(p.rounds, name) for p in parts])
-        for name in fields
-    }
     return HeadRounds(
         inputs=np.concatenate([p.inputs for p in parts]),
-        rounds=Rounds(**rounds),
+        rounds=joined_rounds([p.rounds for p in parts]),
         request=np.concatenate([p.request for p in parts]),
     )
 
 
-def odds(inputs: np.ndarray, weight: np.ndarray, bias: float) -> np.ndarray:
-    """``[rounds, K]``: what a head says of what it reads."""
+def log_odds(inputs: np.ndarray, weight: np.ndarray, bias: float) -> np.ndarray:
+    """``[rounds, K]``: what a head says of ``inputs[rounds, K, n]``, ``weight[n]``."""
     return inputs.astype(np.float64) @ weight + bias
 
 
@@ -152,53 +147,86 @@ def fit(
         bias: from training.
 
     Returns:
-        Weights, bias, and ``[rounds, K]``: the log-odds that a head says which was
-        fitted without the request's own rounds. What is fitted to those next does not
-        take what was learned by heart for knowledge.
+        Weights and bias, fitted to all rounds; and ``[rounds, K]``, the log-odds of
+        heads that were fitted without the part (`folds`) that they speak of.
+
+    Raises:
+        ValueError: the rounds are of fewer than two requests.
     """
-    asked = found.is_asked
+    asked, part = found.is_asked, folds(found.request)
+    if part.max(initial=0) < 1:
+        raise ValueError(
+            "a head is fitted to the drafts of two or more requests, got those of "
+            f"{len(np.unique(found.request))}; give more prompts, or longer answers"
+        )
     x = found.inputs[asked].astype(np.float64)
     label = found.is_accepted[asked].astype(np.float64)
-    fold = np.broadcast_to((found.request % _FOLDS)[:, None], asked.shape)[asked]
+    fold = np.broadcast_to(part[:, None], asked.shape)[asked]
     scale = np.maximum(x.std(axis=0), 1e-6)
     begin = np.append(weight, bias)
-    parts = [fold != i for i in range(_FOLDS)]
-    best: tuple[float, float, list[np.ndarray]] | None = None
-    heads = [begin] * _FOLDS
+    # The last one is of all rounds, and goes the same way.
+    chosen = [fold != i for i in range(part.max() + 1)] + [np.ones(len(x), bool)]
+    best, heads = np.inf, [begin] * len(chosen)
     for strength in _STRENGTHS:
-        heads = [
-            _regression(x[part], label[part], begin, scale, strength, head)
-            for part, head in zip(parts, heads, strict=True)
+        found_now = [
+            _regression(x[rows], label[rows], begin, scale, strength, head)
+            for rows, head in zip(chosen, heads, strict=True)
         ]
-        loss = 0.0
-        for part, head in zip(parts, heads, strict=True):
-            said = x[~part] @ head[:-1] + head[-1]
-            loss += float(np.sum(np.logaddexp(0, said) - said * label[~part]))
-        if best is None or loss < best[0]:
-            best = loss, strength, heads
-    assert best is not None
-    _, strength, heads = best
-    head = _regression(x, label, begin, scale, strength, begin)
-    apart = np.zeros(asked.shape)
-    for i, other in enumerate(heads):
-        mine = found.request % _FOLDS == i
-        apart[mine] = odds(found.inputs[mine], other[:-1], other[-1])
-    return head[:-1], float(head[-1]), apart
+        loss = sum(
+            _loss(x[~rows] @ head[:-1] + head[-1], label[~rows])
+            for rows, head in zip(chosen[:-1], found_now[:-1], strict=True)
+        )
+        if loss >= best:
+            break
+        best, heads = loss, found_now
+    held_out = np.zeros(asked.shape)
+    for i, head in enumerate(heads[:-1]):
+        held_out[part == i] = log_odds(found.inputs[part == i], head[:-1], head[-1])
+    return heads[-1][:-1], float(heads[-1][-1]), held_out
+
+
+def folds(request: np.ndarray) -> np.ndarray:
+    """``[rounds]``: of `NUM_FOLDS` parts or fewer, the one that a round belongs to.
+
+    A request is whole in one part, and what is said of a part was learned of the
+    others: that tells what was learned from what was learned by heart.
+    """
+    return np.unique(request, return_inverse=True)[1] % NUM_FOLDS
+
+
+def _loss(said: np.ndarray, label: np.ndarray) -> float:
+    """Cross-entropy of log-odds, summed."""
+    return float(np.sum(np.logaddexp(0, said) - said * label))
 
 
 def _regression(x, label, begin, scale, strength, start) -> np.ndarray:
-    """Newton's method; ``strength / 2 |scale (w - w0)|^2`` a sample, bias free."""
-    head = np.array(start, np.float64)
+    """Newton's method for ``loss + strength / 2 |scale (w - w0)|^2``, the bias free.
+
+    A step is halved until it helps: far from the minimum a whole one can lead away.
+    """
     hold = strength * np.append(scale**2, 0.0)
     with_one = np.concatenate([x, np.ones((len(x), 1))], axis=1)
-    for _ in range(12):
-        chance = 1 / (1 + np.exp(-(with_one @ head)))
+
+    def total(head):
+        held = 0.5 * np.sum(hold * (head - begin) ** 2)
+        return _loss(with_one @ head, label) / len(x) + held
+
+    head = np.array(start, np.float64)
+    now = total(head)
+    for _ in range(50):
+        chance = 0.5 * (1 + np.tanh(0.5 * (with_one @ head)))
         gradient = with_one.T @ (chance - label) / len(x) + hold * (head - begin)
         spread = chance * (1 - chance) / len(x)
         curve = (with_one * spread[:, None]).T @ with_one + np.diag(hold + 1e-9)
         step = np.linalg.solve(curve, gradient)
-        head = head - step
-        if np.max(np.abs(step) * np.append(scale, 1.0)) < 1e-6:
+        size = 1.0
+        while size > 1e-6 and not total(head - size * step) <= now:
+            size /= 2
+        if size <= 1e-6:
+            break  # As near as numbers allow.
+        head = head - size * step
+        before, now = now, total(head)
+        if before - now < 1e-9:
             break
     return head
 

@@ -106,8 +106,8 @@ def gaps(lm, turns=4, num=8):
         costs = median_of(tables)
         bound = token_gap_bound(costs, shares=True) * 1e3
         found = summarise([ticket.record for ticket in tickets])
-        chunk, step = costs.chunk_s * 1e3, costs.longest_step_s * 1e3
-        rounds = [(t.chunk_s + t.longest_step_s) * 1e3 for t in tables]
+        chunk, step = costs.longest_chunk_s * 1e3, costs.longest_step_s * 1e3
+        rounds = [(t.longest_chunk_s + t.longest_step_s) * 1e3 for t in tables]
         print(
             f"gaps: {name}, {turns * num} prompts of 700 tokens, 4 slots: P50 "
             f"{found.p50_token_gap_ms:.1f}, P99 {found.p99_token_gap_ms:.1f}, longest "

@@ -45,8 +45,11 @@ def main():
         "acceptance": found,
     }
     folder = options.out / options.target / drafter.kind
+    text = cards.markdown(card)
+    if "calibration" in card and not plots.can_draw():
+        parser.error("the card shows a plot: install matplotlib")
     jaxdec.save_drafter(folder, drafter, lm, card=card, overwrite=True)
-    (folder / "README.md").write_text(cards.markdown(card), encoding="utf-8")
+    (folder / "README.md").write_text(text, encoding="utf-8")
     if "calibration" in card:
         plots.plot_calibration(card["calibration"], folder)
     print(f"wrote {folder}: {drafter.num_params:,} parameters of its own")

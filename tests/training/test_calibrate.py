@@ -1,5 +1,7 @@
 """Temperature scaling finds the temperatures that made the data, and says so."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -94,7 +96,7 @@ def asked_rounds(weight, bias, num=6000, seed=0):
     rng = np.random.default_rng(seed)
     depth = 3
     inputs = rng.normal(size=(num, depth, len(weight))).astype(np.float32)
-    chance = 1 / (1 + np.exp(-confidence.odds(inputs, weight, bias)))
+    chance = 1 / (1 + np.exp(-confidence.log_odds(inputs, weight, bias)))
     run = np.cumprod(rng.uniform(size=chance.shape) < chance, axis=1).sum(axis=1)
     judged = np.where(rng.uniform(size=num) < 0.2, 2, depth)
     return confidence.HeadRounds(
@@ -128,16 +130,32 @@ def test_what_is_asked_of_a_head_is_what_decoding_asks():
     assert found.is_accepted[0].tolist() == [True, False, False]
 
 
-def test_a_head_is_fitted_to_what_became_of_drafts():
+@pytest.mark.parametrize("begin", [2.0, 5.0, -4.0])
+def test_a_head_is_fitted_to_what_became_of_drafts(begin):
+    """Also from where a whole step of Newton's method leads away."""
     true, bias = np.array([1.0, -0.5, 0.0, 0.3]), 0.4
     found = asked_rounds(true, bias)
-    weight, shift, apart = confidence.fit(found, np.zeros(4), 2.0)
+    weight, shift, _ = confidence.fit(found, np.zeros(4), begin)
     np.testing.assert_allclose(weight, true, atol=0.08)
     assert shift == pytest.approx(bias, abs=0.08)
-    np.testing.assert_allclose(
-        apart, confidence.odds(found.inputs, weight, shift), atol=0.3
+
+
+def test_what_a_head_says_of_a_request_was_learned_of_others(monkeypatch):
+    """Other outcomes of a request change what is said of others, not of itself."""
+    monkeypatch.setattr(confidence, "_STRENGTHS", (0.01,))  # One that all share.
+    found = asked_rounds(np.array([1.0, -0.5]), 0.2, num=1000)
+    _, _, before = confidence.fit(found, np.zeros(2), 0.0)
+    mine = confidence.folds(found.request) == 3
+    accepted = np.where(mine, 0, found.rounds.num_accepted)
+    changed = dataclasses.replace(
+        found, rounds=dataclasses.replace(found.rounds, num_accepted=accepted)
     )
-    assert not np.array_equal(apart, confidence.odds(found.inputs, weight, shift))
+    _, _, after = confidence.fit(changed, np.zeros(2), 0.0)
+    np.testing.assert_allclose(after[mine], before[mine], atol=1e-6)
+    assert np.abs(after[~mine] - before[~mine]).mean() > 0.05
+    alone = dataclasses.replace(found, request=np.zeros(1000, int))
+    with pytest.raises(ValueError, match="of two or more requests, got those of 1"):
+        confidence.fit(alone, np.zeros(2), 0.0)
 
 
 def test_of_few_rounds_a_head_learns_little_but_the_bias():

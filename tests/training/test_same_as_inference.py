@@ -213,6 +213,14 @@ def test_confidence_learns_whether_drafts_are_accepted(label, monkeypatch):
         "_confidence",
         lambda net, params, hidden, _: hidden[..., 0] * 0 + 1,
     )
+    head_loss, distances = kinds.block.head_loss, []
+
+    def watched(*args):
+        loss, (right, distance) = head_loss(*args)
+        distances.append(np.asarray(distance))
+        return loss, (right, distance)
+
+    monkeypatch.setattr(kinds.block, "head_loss", watched)
     anchor = jnp.broadcast_to(jnp.arange(SIZE, dtype=jnp.int32), (len(LENGTHS), SIZE))
     weights = kinds.block.BlockWeights(
         soft=1.0, confidence=1.0, confidence_label=label, gamma=recipe.gamma
@@ -232,12 +240,13 @@ def test_confidence_learns_whether_drafts_are_accepted(label, monkeypatch):
     assert not is_known[counted > 0].all() and 0 < np.sum(right * counted)
     assert not right[~is_known].any()
     total, weight = map(float, found.figures["confidence loss"])
+    accepted = right
     if label == "token":
         counted = counted * np.cumprod(np.insert(right, 0, 1, axis=2), axis=2)[..., :-1]
-        expected = np.sum(counted * (np.logaddexp(0, 1) - right))
-        assert total == pytest.approx(expected, rel=1e-5)
     else:
-        # The mean of what is learnt: of what can be said, a share of 1 or less.
-        share = (np.logaddexp(0, 1) - total / weight) * weight
-        assert 0 < share < np.sum(counted * is_known)
+        (distance,) = distances
+        accepted = np.where(is_known, 1 - distance.reshape(is_known.shape) / 2, 0.0)
+        assert 0 < accepted[is_known].min(), "it matters what cannot be said"
+    expected = np.sum(counted * (np.logaddexp(0, 1) - accepted))
+    assert total == pytest.approx(expected, rel=1e-5)
     assert weight == pytest.approx(np.sum(counted), rel=1e-5)
